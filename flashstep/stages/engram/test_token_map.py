@@ -3,7 +3,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
+from safetensors import safe_open
 from tokenizers import Tokenizer, models
 
 from flashstep.stages.engram.token_map import compressed_token_map
@@ -14,7 +14,8 @@ GOLDEN = Path(__file__).parents[4] / "shared" / "golden"
 def test_equals_the_golden_map():
     if not GOLDEN.is_dir():
         pytest.skip("golden vectors are not beside the repository (../shared/golden)")
-    wanted = load_file(GOLDEN / "units" / "engram.safetensors")["token_map"]
+    with safe_open(GOLDEN / "units" / "engram.safetensors", framework="np") as golden:
+        wanted = golden.get_tensor("token_map")
     found = compressed_token_map(Tokenizer.from_file(str(GOLDEN / "a" / "tokenizer.json")))
     assert found.dtype == np.int32
     np.testing.assert_array_equal(found, wanted)

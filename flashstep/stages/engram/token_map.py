@@ -28,11 +28,9 @@ def compressed_token_map(tokenizer: Tokenizer) -> np.ndarray:
     numbers: dict[str, int] = {}
     compressed = np.empty(size, dtype=np.int32)
     for token, text in enumerate(texts):
-        if _REPLACEMENT in text:  # part of a character has no text of its own, so its piece stands for it
-            key = tokenizer.id_to_token(token) or text
-        else:
-            key = _folded(text) or text
-        compressed[token] = numbers.setdefault(key, len(numbers))
+        # Part of a character has no text of its own, so its piece stands for it.
+        key = tokenizer.id_to_token(token) if _REPLACEMENT in text else _folded(text)
+        compressed[token] = numbers.setdefault(key or text, len(numbers))
     return compressed
 
 
