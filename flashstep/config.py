@@ -101,7 +101,6 @@ class ModelConfig:
     bos_token_id: int
     eos_token_id: int
     pad_token_id: int
-    gate_temp: float = 1.0
     image_token_id: int | None = None
 
     # -- reading ------------------------------------------------------------------------------------------------
@@ -276,7 +275,7 @@ class ModelConfig:
             "max_position_embeddings",
         ]:
             expect(getattr(self, key) >= 1, key, getattr(self, key), "a positive integer")
-        for key in ("swiglu_limit", "rms_norm_eps", "rope_theta", "compress_rope_theta", "hc_eps", "gate_temp"):
+        for key in ("swiglu_limit", "rms_norm_eps", "rope_theta", "compress_rope_theta", "hc_eps"):
             expect(getattr(self, key) > 0, key, getattr(self, key), "a positive number")
         scaling = self.rope_scaling
         for key in ("factor", "beta_fast", "beta_slow", "original_max_position_embeddings"):
@@ -404,7 +403,7 @@ class ModelConfig:
 # -- helpers ------------------------------------------------------------------------------------------------------
 
 _TOP_LEVEL = {"bos_token_id", "eos_token_id", "pad_token_id"}
-_OPTIONAL = {"gate_temp", "image_token_id"}
+_OPTIONAL = {"image_token_id"}
 # One value each is implemented; another one means another function, so it is refused rather than ignored.
 _FIXED = {
     "num_key_value_heads": 1,
@@ -415,6 +414,7 @@ _FIXED = {
     "tie_word_embeddings": False,
     "attention_bias": False,
 }
+_FIXED_IF_PRESENT = {"gate_temp": 1}  # the router's temperature; no released configuration sets another
 _FIXED_QUANTIZATION = {
     "quant_method": "fp8",
     "weight_block_size": [FP8_BLOCK, FP8_BLOCK],
@@ -436,6 +436,9 @@ def _check_kind(raw: Mapping[str, Any]) -> list[str]:
         for key, wanted in _FIXED.items():
             if text.get(key) != wanted:
                 problems.append(f"text_config.{key} = {text.get(key)!r}: expected {wanted!r}, the only one supported")
+        for key, wanted in _FIXED_IF_PRESENT.items():
+            if text.get(key, wanted) != wanted:
+                problems.append(f"text_config.{key} = {text[key]!r}: expected {wanted!r} or no such key")
     quantization = raw.get("quantization_config")
     if not isinstance(quantization, Mapping):
         problems.append("quantization_config: expected an object, found none (only fp8 + fp4 checkpoints are served)")

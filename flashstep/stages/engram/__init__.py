@@ -1,1 +1,1 @@
-"""The Engram: n-gram memory looked up by token ids and gated into the stream (section 9 of `docs/model.md`)."""
+"""Engram: hashed n-gram tables whose rows join the residual copies at a few layers."""

@@ -1,0 +1,1 @@
+"""Boundary between sublayers: hyper-connection coefficients, collapse of the residual copies, expansion."""

@@ -1,0 +1,1 @@
+"""Output head, Markov head and confidence head."""

@@ -1,0 +1,206 @@
+"""What requests own between forwards: window rings, open groups, compressed pages, index keys, Engram history.
+
+All tensors are allocated once. A request has a slot (rings, indexed by position modulo their length) and pages
+(compressed entries, shared by all KV sources: a page covers `page_tokens` positions of every source). Only a
+position decides what is visible, so rolling back is nothing but forgetting the rejected positions: a later row
+writes over what a rejected row wrote, and rings are long enough that no rejected row has displaced a live entry.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from flashstep.config import ModelConfig
+
+
+class OutOfPages(RuntimeError):  # noqa: N818 - the condition is expected and handled, not a fault
+    """No free page is left for a request that needs one."""
+
+
+@dataclass(frozen=True)
+class Span:
+    """Consecutive rows of one request in a forward: rows `first`..`end` - 1 of the batch."""
+
+    slot: int
+    start: int  # position of the first row
+    first: int
+    end: int
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The tokens of one forward, request after request."""
+
+    tokens: Tensor  # [rows] int64
+    positions: Tensor  # [rows] int64
+    slots: Tensor  # [rows] int64
+    spans: tuple[Span, ...]
+
+    @classmethod
+    def of(cls, parts: Sequence[tuple[int, int, Sequence[int]]], device: torch.device | str = "cpu") -> Rows:
+        """Rows of several requests, each given as (slot, position of its first token, tokens)."""
+        tokens: list[int] = []
+        positions: list[int] = []
+        slots: list[int] = []
+        spans = []
+        for slot, start, ids in parts:
+            spans.append(Span(slot, start, len(tokens), len(tokens) + len(ids)))
+            tokens.extend(ids)
+            positions.extend(range(start, start + len(ids)))
+            slots.extend([slot] * len(ids))
+
+        def tensor(values: list[int]) -> Tensor:
+            return torch.tensor(values, dtype=torch.int64, device=device)
+
+        return cls(tensor(tokens), tensor(positions), tensor(slots), tuple(spans))
+
+
+class State:
+    """Caches of up to `num_slots` requests.
+
+    `rows_per_request` bounds the rows of one request in one forward: rings hold a window and that many rows more, so
+    that rows of one forward never displace an entry which another row of it still sees, accepted or not.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        num_slots: int = 1,
+        num_pages: int | None = None,
+        page_tokens: int = 128,
+        rows_per_request: int = 512,
+        dtype: torch.dtype = torch.bfloat16,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        ratios = {layer: config.compress_ratios[layer] for layer in config.kv_source_layer_ids}
+        if page_tokens % math.lcm(1, *ratios.values()):
+            raise ValueError(f"page_tokens = {page_tokens}: expected a multiple of every ratio in {ratios}")
+        self.config = config
+        self.page_tokens = page_tokens
+        self.rows_per_request = rows_per_request
+        self.device = torch.device(device)
+        self.ring = config.sliding_window + rows_per_request
+        pages_per_slot = -(-config.max_position_embeddings // page_tokens)
+        num_pages = num_slots * pages_per_slot if num_pages is None else num_pages
+
+        def zeros(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        layers, dim = config.num_hidden_layers, config.head_dim
+        self.window = zeros(layers, num_slots, self.ring, dim)
+        self.draft_window = zeros(config.num_nextn_predict_layers, num_slots, self.ring, dim)
+        self.history = zeros(num_slots, self.ring, dtype=torch.int64)  # compressed token ids
+        self.raw = {
+            layer: zeros(num_slots, self.ring, 1 if ratio == 1 else 2, dim, dtype=torch.float32)
+            for layer, ratio in ratios.items()
+        }
+        self.kv = {layer: zeros(num_pages, page_tokens // ratio, dim) for layer, ratio in ratios.items()}
+        self.index_keys = {
+            layer: zeros(num_pages, page_tokens // ratio, config.index_head_dim) for layer, ratio in ratios.items()
+        }
+        self.page_table = zeros(num_slots, pages_per_slot, dtype=torch.int64)
+        self._pages: list[list[int]] = [[] for _ in range(num_slots)]
+        self._free_pages = list(range(num_pages))[::-1]
+        self._free_slots = list(range(num_slots))[::-1]
+
+    # -- owning ---------------------------------------------------------------------------------------------------
+
+    @property
+    def free_pages(self) -> int:
+        """How many pages no request holds."""
+        return len(self._free_pages)
+
+    @property
+    def free_slots(self) -> int:
+        """How many requests can still be taken in."""
+        return len(self._free_slots)
+
+    def acquire(self) -> int:
+        """A free slot. Raises RuntimeError when every slot is taken."""
+        if not self._free_slots:
+            raise RuntimeError(f"all {len(self._pages)} slots are taken: release one before acquiring another")
+        return self._free_slots.pop()
+
+    def reserve(self, slot: int, length: int) -> None:
+        """Give `slot` the pages for positions 0..length - 1. Raises `OutOfPages` and takes nothing if too few."""
+        limit = self.config.max_position_embeddings
+        if length > limit:
+            raise ValueError(f"{length} tokens of context: the model ends at max_position_embeddings = {limit}")
+        pages = self._pages[slot]
+        missing = -(-length // self.page_tokens) - len(pages)
+        if missing > len(self._free_pages):
+            raise OutOfPages(
+                f"slot {slot} needs {missing} more pages of {self.page_tokens} tokens, {self.free_pages} are free"
+            )
+        for _ in range(missing):
+            page = self._free_pages.pop()
+            self.page_table[slot, len(pages)] = page
+            pages.append(page)
+
+    def release(self, slot: int) -> None:
+        """Take back the slot and its pages."""
+        if slot in self._free_slots:
+            raise ValueError(f"slot {slot} is not in use")
+        self._free_pages.extend(reversed(self._pages[slot]))
+        self._pages[slot] = []
+        self._free_slots.append(slot)
+
+    def check(self, rows: Rows) -> None:
+        """Raise ValueError where `rows` cannot be run: too many rows of a request, or positions without a page."""
+        for span in rows.spans:
+            count = span.end - span.first
+            if count > self.rows_per_request:
+                raise ValueError(
+                    f"{count} rows of slot {span.slot} in one forward: at most rows_per_request = "
+                    f"{self.rows_per_request}; split the prompt into chunks"
+                )
+            covered = len(self._pages[span.slot]) * self.page_tokens
+            if span.start + count > covered:
+                raise ValueError(
+                    f"slot {span.slot} holds pages for {covered} positions, a row stands at "
+                    f"{span.start + count - 1}: reserve pages before the forward"
+                )
+
+    # -- rings ----------------------------------------------------------------------------------------------------
+
+    def write_ring(self, ring: Tensor, rows: Rows, values: Tensor) -> None:
+        """Store `values` [rows, ...] at the rows' positions of `ring` [slots, ring, ...]."""
+        ring[rows.slots, rows.positions % self.ring] = values
+
+    def read_ring(self, ring: Tensor, slots: Tensor, positions: Tensor) -> Tensor:
+        """Entries [rows, n, ...] of `ring` [slots, ring, ...] at `positions` [rows, n]; any entry where negative."""
+        return ring[slots.unsqueeze(-1), positions % self.ring]
+
+    def window_positions(self, last: Tensor) -> Tensor:
+        """The positions [rows, window] that end at `last` [rows]; negative where the sequence had not begun."""
+        window = self.config.sliding_window
+        return last.unsqueeze(-1) + torch.arange(1 - window, 1, device=self.device)
+
+    # -- compressed entries ---------------------------------------------------------------------------------------
+
+    def _place(self, source: int, slots: Tensor, entries: Tensor) -> tuple[Tensor, Tensor]:
+        """Page and offset of entry numbers of one KV source."""
+        per_page = self.page_tokens // self.config.compress_ratios[source]
+        return self.page_table[slots, entries // per_page], entries % per_page
+
+    def write_entries(self, source: int, slots: Tensor, entries: Tensor, kv: Tensor, keys: Tensor) -> None:
+        """Store KV [n, head_dim] and index keys [n, index_head_dim] as `entries` [n] of `slots` [n]."""
+        place = self._place(source, slots, entries)
+        self.kv[source][place] = kv
+        self.index_keys[source][place] = keys
+
+    def read_entries(self, source: int, slots: Tensor, entries: Tensor) -> Tensor:
+        """KV [rows, n, head_dim] of `entries` [rows, n]; any entry where the number is negative."""
+        return self.kv[source][self._place(source, slots.unsqueeze(-1), entries.clamp(min=0))]
+
+    def read_index_keys(self, source: int, slot: int, count: int) -> Tensor:
+        """Index keys [count, index_head_dim] of entries 0..count - 1 of one request."""
+        per_page = self.page_tokens // self.config.compress_ratios[source]
+        pages = self.page_table[slot, : -(-count // per_page)]
+        return self.index_keys[source][pages].flatten(0, 1)[:count]
