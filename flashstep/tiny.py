@@ -112,7 +112,8 @@ def _plain(name: str, spec: TensorSpec, draws: Generator) -> Tensor:
         return 0.5 * value
     if name.endswith(("embed.weight", "attn_sink")):
         return value
-    return value * (2.0 if name == "head.weight" else 1.0) * spec.shape[1] ** -0.5
+    gain = 2.0 if name == "head.weight" else 0.25 if name.endswith("confidence_head.proj.weight") else 1.0
+    return gain * value * spec.shape[1] ** -0.5
 
 
 def _base() -> dict[str, Any]:
