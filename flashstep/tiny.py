@@ -73,7 +73,7 @@ def random_tensors(config: ModelConfig, seed: int = 0) -> dict[str, Tensor]:
         stem, _, part = name.rpartition(".")
         if part == "scale" and spec.dtype == "F8_E8M0":
             continue  # made with its weight
-        draws = torch.Generator().manual_seed((seed << 32) + zlib.crc32(name.encode()))
+        draws = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))  # torch keeps 32 bits of it
         if spec.dtype == "F8_E4M3" and stem.endswith("engram.embed"):
             codes, scale = fp8_quantize(_blocks(spec.shape, (1, FP8_BLOCK), draws))
             tensors[name], tensors[f"{stem}.scale"] = codes, ue8m0_encode(scale)
