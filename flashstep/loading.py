@@ -1,0 +1,117 @@
+"""From a model directory to a model that runs: configuration, weights, token map, tokenizer.
+
+Owns where the bundled model lies, and where Engram tables are kept.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import tokenizers
+import torch
+from torch import Tensor
+
+from flashstep.chat import Tokenizer
+from flashstep.checkpoint import Checkpoint
+from flashstep.config import ModelConfig
+from flashstep.draft import Draft
+from flashstep.formats import Numerics, decode_engram_rows
+from flashstep.model import Model
+from flashstep.ops import Gather
+from flashstep.stages.engram.token_map import compressed_token_map
+
+BUNDLED_MODEL = Path(__file__).parent / "models" / "tiny"
+EngramPlacement = Literal["mapped", "device"]
+
+# Models up to this size keep their weights decoded to float64 (up to 16 times it); above, a weight is decoded at
+# every use.
+_DECODED_BYTES = 100_000_000
+
+
+class CheckpointReader:
+    """Gives the reference its weights from a checkpoint (`ops.Reader`).
+
+    Engram tables are read in place from the mapped files, or loaded onto the device.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, device: torch.device | str, engram: EngramPlacement = "mapped") -> None:
+        self._checkpoint, self._device, self._engram = checkpoint, device, engram
+
+    def tensor(self, name: str) -> Tensor:
+        """The tensor `name` as stored, on the device."""
+        return self._checkpoint.tensor(name, device=self._device)
+
+    def __contains__(self, name: object) -> bool:
+        """Whether the checkpoint has a tensor `name`."""
+        return name in self._checkpoint.specs
+
+    def engram_gather(self, layer: int) -> Gather:
+        """Rows of the Engram table of `layer`, decoded to bf16."""
+        table = self._checkpoint.engram_table(layer)
+        if self._engram == "device":
+            codes, scales = table.load(self._device)
+            # Indexing is not implemented for 8-bit floats, so the bytes are gathered.
+            code_bytes, scale_bytes = codes.view(torch.uint8), scales.view(torch.uint8)
+            return lambda ids: decode_engram_rows(code_bytes[ids].view(codes.dtype), scale_bytes[ids])
+
+        def gather(ids: Tensor) -> Tensor:
+            rows, row_scales = table.rows(ids)
+            return decode_engram_rows(rows.to(self._device), row_scales.to(self._device))
+
+        return gather
+
+
+@dataclass
+class LoadedModel:
+    """A model directory, ready to run."""
+
+    path: Path
+    config: ModelConfig
+    tokenizer: Tokenizer
+    model: Model
+    draft: Draft
+
+
+def token_map(path: Path, config: ModelConfig) -> Tensor:
+    """Compressed Engram ids [vocab_size] int64 of the tokenizer in directory `path`.
+
+    Raises ValueError where the tokenizer is not the one that the checkpoint's tables were made for.
+    """
+    raw = tokenizers.Tokenizer.from_file(str(path / "tokenizer.json"))
+    mapped = torch.from_numpy(compressed_token_map(raw)).long()
+    count = int(mapped.max()) + 1
+    if count != config.engram_compressed_vocab_size:
+        raise ValueError(
+            f"{path / 'tokenizer.json'}: its tokens fold into {count} compressed ids, expected "
+            f"engram_compressed_vocab_size = {config.engram_compressed_vocab_size}; another tokenizer addresses other "
+            "Engram rows: put the checkpoint's own tokenizer.json there"
+        )
+    if len(mapped) > config.vocab_size:
+        raise ValueError(f"{path / 'tokenizer.json'}: {len(mapped)} tokens, expected at most {config.vocab_size}")
+    # Ids that pad the vocabulary are never produced by the tokenizer; they count as the pad token.
+    padding = mapped[config.engram_pad_token_id].expand(config.vocab_size - len(mapped))
+    return torch.cat((mapped, padding))
+
+
+def load(
+    path: Path | str = BUNDLED_MODEL,
+    *,
+    num: Numerics | None = None,
+    device: torch.device | str = "cpu",
+    engram: EngramPlacement = "mapped",
+) -> LoadedModel:
+    """Load the model directory `path` for the reference backend.
+
+    Raises `ConfigError`, `CheckpointError`, `TokenizerError` or ValueError, each naming every problem it found.
+    """
+    path = Path(path)
+    checkpoint = Checkpoint.open(path)
+    config = checkpoint.config
+    tokenizer = Tokenizer.load(path)
+    weight_bytes = sum(spec.nbytes for name, spec in checkpoint.specs.items() if ".engram.embed." not in name)
+    keep_decoded = weight_bytes <= _DECODED_BYTES
+    reader = CheckpointReader(checkpoint, device, engram)
+    model = Model(config, reader, token_map(path, config), num, keep_decoded=keep_decoded)
+    return LoadedModel(path, config, tokenizer, model, Draft(model, reader, keep_decoded=keep_decoded))
