@@ -1,0 +1,174 @@
+"""The command line: arguments in, one function of the package out. Nothing is computed here."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import flashstep
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit status. 2 = wrong usage or input, 1 = a check that failed."""
+    parser = _parser()
+    args = parser.parse_args(argv)
+    try:
+        return int(args.run(args))
+    except KeyboardInterrupt:
+        print("\ninterrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # the reader of our output has left: nothing to say, nobody to say it to
+        sys.stderr.close()
+        return 141
+    except (ValueError, OSError) as error:  # what a user can cause; every one of our messages says what to do
+        print(f"flashstep: error: {error}", file=sys.stderr)
+        return 2
+
+
+# -- commands -------------------------------------------------------------------------------------------------------
+# Each imports what it needs: `--help` and usage errors answer at once, without loading torch.
+
+
+def _generate(args: argparse.Namespace) -> int:
+    from flashstep.generate import run
+
+    return run(args)
+
+
+def _info(args: argparse.Namespace) -> int:
+    from flashstep.info import print_info
+
+    print_info(_model_path(args.model), as_json=args.json)
+    return 0
+
+
+def _doctor(args: argparse.Namespace) -> int:
+    from flashstep.doctor import print_report
+
+    return print_report(as_json=args.json)
+
+
+def _verify(args: argparse.Namespace) -> int:
+    from flashstep.verify import print_report, verify
+
+    report = verify(args.directory, backend=args.backend, show_progress=not args.json)
+    if args.json:
+        print(json.dumps(report.as_dict(), indent=2))
+    else:
+        print_report(report)
+    return 0 if report.passed else 1
+
+
+# -- arguments ------------------------------------------------------------------------------------------------------
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="flashstep", description="Low-latency DeepSeek-V4.1-Flash with DSpark speculative decoding."
+    )
+    parser.add_argument("--version", action="version", version=f"flashstep {flashstep.__version__}")
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+
+    generate = _command(commands, "generate", _generate, "write on from a prompt, then say how fast it went")
+    generate.add_argument("prompt", metavar="PROMPT", help="the text to continue; - reads it from standard input")
+    _add_model(generate)
+    generate.add_argument("--max-tokens", type=int, default=200, metavar="N", help="stop after N tokens (%(default)s)")
+    generate.add_argument("--stop", action="append", default=[], metavar="TEXT", help="stop before TEXT; repeatable")
+    generate.add_argument("--ignore-eos", action="store_true", help="write on behind the end-of-sentence token")
+    generate.add_argument("--json", action="store_true", help="print one JSON object at the end instead of the stream")
+    _add_chat(generate)
+    _add_sampling(generate)
+    _add_speculation(generate)
+    machine = generate.add_argument_group("machine")
+    machine.add_argument(
+        "--decode-backend", default="auto", choices=("auto", "reference"), help="what runs the steps (%(default)s)"
+    )
+    machine.add_argument("--device", default="cpu", metavar="NAME", help="torch device of the reference (%(default)s)")
+    machine.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: torch's own choice)")
+    machine.add_argument("--max-model-len", type=int, metavar="N", help="room for context (default: the model's limit)")
+
+    info = _command(commands, "info", _info, "roles, sizes and bytes of a model directory or a bare config.json")
+    info.add_argument("model", nargs="?", metavar="PATH", help="model directory or config.json (default: bundled)")
+    info.add_argument("--json", action="store_true", help="print JSON")
+
+    doctor = _command(commands, "doctor", _doctor, "what this machine can run, and why not more")
+    doctor.add_argument("--json", action="store_true", help="print JSON")
+
+    verify = _command(commands, "verify", _verify, "check golden vectors against an implementation")
+    verify.add_argument("directory", type=Path, metavar="DIR", help="a directory in the golden format")
+    verify.add_argument("--backend", default="reference", metavar="NAME", help="implementation to check (%(default)s)")
+    verify.add_argument("--json", action="store_true", help="print JSON")
+    return parser
+
+
+def _command(
+    commands: Any, name: str, run: Callable[[argparse.Namespace], int], summary: str
+) -> argparse.ArgumentParser:
+    command: argparse.ArgumentParser = commands.add_parser(name, help=summary, description=summary)
+    command.set_defaults(run=run)
+    return command
+
+
+def _add_model(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", metavar="DIR", help="model directory (default: the bundled tiny model)")
+
+
+def _add_chat(parser: argparse.ArgumentParser) -> None:
+    chat = parser.add_argument_group("chat")
+    chat.add_argument("--chat", action="store_true", help="take PROMPT as a user's message in the chat format")
+    chat.add_argument("--system", metavar="TEXT", help="system message (with --chat)")
+    chat.add_argument(
+        "--reasoning-effort",
+        metavar="LEVEL",
+        help="think before answering: low, high, xhigh, max or 1..100 (with --chat; default: no thinking)",
+    )
+
+
+def _add_sampling(parser: argparse.ArgumentParser) -> None:
+    sampling = parser.add_argument_group("sampling")
+    sampling.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (%(default)s)")
+    sampling.add_argument("--top-k", type=int, default=0, metavar="K", help="only the K likeliest tokens (0: all)")
+    sampling.add_argument("--top-p", type=float, default=1.0, metavar="P", help="the likeliest tokens of mass P")
+    sampling.add_argument("--min-p", type=float, default=0.0, metavar="P", help="tokens at least P times the likeliest")
+    sampling.add_argument("--seed", type=int, metavar="N", help="the same seed gives the same text")
+    sampling.add_argument("--repetition-penalty", type=float, default=1.0, metavar="X", help="above 1: fewer repeats")
+    sampling.add_argument("--presence-penalty", type=float, default=0.0, metavar="X", help="once per token written")
+    sampling.add_argument("--frequency-penalty", type=float, default=0.0, metavar="X", help="per occurrence written")
+    sampling.add_argument(
+        "--logit-bias",
+        action="append",
+        default=[],
+        metavar="TOKEN=BIAS",
+        help="add BIAS to the logit of a token id; -inf bans it; repeatable",
+    )
+
+
+def _add_speculation(parser: argparse.ArgumentParser) -> None:
+    speculation = parser.add_argument_group("speculation")
+    speculation.add_argument(
+        "--num-speculative-tokens", type=int, metavar="N", help="drafts per step, 0..block size (default: block size)"
+    )
+    speculation.add_argument("--no-speculation", action="store_true", help="one token per step")
+    speculation.add_argument(
+        "--rejection",
+        choices=("standard", "block", "synthetic"),
+        default="standard",
+        help="how drafts are accepted; synthetic is for timing alone and its text is worthless (%(default)s)",
+    )
+    speculation.add_argument(
+        "--synthetic-accepted", type=float, metavar="N", help="mean accepted drafts per step (with synthetic)"
+    )
+
+
+def _model_path(given: str | None) -> Path:
+    from flashstep.loading import BUNDLED_MODEL
+
+    return BUNDLED_MODEL if given is None else Path(given)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,175 @@
+"""What this machine can run: every backend, each of its requirements met or missed, and the way out.
+
+Start-up and `flashstep doctor` ask the same functions, so that a refusal at start is explained by the same words.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import sys
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.text import Text
+
+from flashstep.loading import BUNDLED_MODEL
+
+OLDEST_TORCH = (2, 11)
+
+
+@dataclass(frozen=True)
+class Requirement:
+    """One thing a backend needs: a phrase, whether this machine has it, what was found, and what to do if not."""
+
+    phrase: str
+    met: bool
+    found: str
+    way_out: str
+
+
+@dataclass(frozen=True)
+class Backend:
+    """One way to run a step, and what it needs."""
+
+    name: str
+    role: str
+    requirements: list[Requirement]
+
+    @property
+    def available(self) -> bool:
+        """Whether every requirement is met."""
+        return all(requirement.met for requirement in self.requirements)
+
+
+def backends() -> list[Backend]:
+    """Every backend of the design with its requirements, judged on this machine."""
+    common = [_python(), _torch(), _bundled_model()]
+    missing = "this version holds the exact reference alone; GPU backends follow in later versions"
+    return [
+        Backend("reference", "exact PyTorch on the CPU or any one GPU; the judge of all others", common),
+        Backend(
+            "portable",
+            "prefill and any batch on NVIDIA and AMD GPUs",
+            [*common, _gpu(), _part("portable kernels", missing)],
+        ),
+        Backend(
+            "latency_specialized",
+            "the whole step as one graph: H200, B200/GB300, MI355X",
+            [*common, _gpu(), _specialized_gpu(), _part("specialized kernels", missing)],
+        ),
+    ]
+
+
+def print_report(*, as_json: bool = False) -> int:
+    """Print the machine and every backend. Returns 0 where at least the reference can run, else 1."""
+    found = backends()
+    usable = [backend.name for backend in found if backend.available]
+    if as_json:
+        record = {"machine": _machine(), "usable": usable, "backends": [asdict(backend) for backend in found]}
+        print(json.dumps(record, indent=2))
+        return 0 if usable else 1
+    console = Console(highlight=False)
+    for key, value in _machine().items():
+        console.print(Text(f"{key:>10}  {value}"))
+    said: set[str] = set()
+    for backend in found:
+        console.print()
+        verdict = Text("yes", style="green") if backend.available else Text("no", style="red")
+        console.print(Text.assemble((backend.name, "bold"), f" ({backend.role}): ", verdict), soft_wrap=True)
+        for requirement in backend.requirements:
+            if requirement.phrase in said:  # backends share their first requirements
+                continue
+            said.add(requirement.phrase)
+            mark, style = ("met   ", "green") if requirement.met else ("missed", "red")
+            line = Text.assemble("  ", (mark, style), f" {requirement.phrase}: {requirement.found}")
+            console.print(line, soft_wrap=True)
+            if not requirement.met:
+                console.print(Text(f"         -> {requirement.way_out}"), soft_wrap=True)
+    console.print()
+    console.print(Text(f"--decode-backend auto takes: {usable[-1] if usable else 'nothing, see the misses above'}"))
+    return 0 if usable else 1
+
+
+# -- requirements -----------------------------------------------------------------------------------------------------
+
+
+def _python() -> Requirement:
+    version = sys.version_info
+    return Requirement(
+        "Python 3.11 to 3.13",
+        (3, 11) <= version[:2] <= (3, 13),
+        platform.python_version(),
+        "make the virtual environment with one of these versions",
+    )
+
+
+def _torch() -> Requirement:
+    numbers = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
+    wanted = ".".join(map(str, OLDEST_TORCH))
+    return Requirement(
+        f"torch {wanted} or newer", numbers >= OLDEST_TORCH, torch.__version__, f"pip install 'torch>={wanted}'"
+    )
+
+
+def _bundled_model() -> Requirement:
+    wanted = [BUNDLED_MODEL / name for name in ("config.json", "tokenizer.json", "model.safetensors.index.json")]
+    absent = [path.name for path in wanted if not path.is_file()]
+    return Requirement(
+        "the bundled model", not absent, f"missing {', '.join(absent)}" if absent else "present", "reinstall flashstep"
+    )
+
+
+def _gpu() -> Requirement:
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    names = sorted({torch.cuda.get_device_name(i) for i in range(count)})
+    found = f"{count} x {', '.join(names)}" if count else f"none seen by torch {torch.__version__}"
+    way_out = "run on a machine with a GPU, with a CUDA or ROCm build of torch and a driver that it accepts"
+    return Requirement("a GPU", count > 0, found, way_out)
+
+
+def _specialized_gpu() -> Requirement:
+    phrase = "an architecture with specialized kernels (SM90, SM100, SM103, gfx942, gfx950)"
+    way_out = "use --decode-backend reference here"
+    if not torch.cuda.is_available():
+        return Requirement(phrase, False, "no GPU", way_out)
+    if torch.version.hip:
+        name = torch.cuda.get_device_properties(0).gcnArchName.split(":")[0]
+        return Requirement(phrase, name in ("gfx942", "gfx950"), name, way_out)
+    major, minor = torch.cuda.get_device_capability(0)
+    return Requirement(phrase, (major, minor) in ((9, 0), (10, 0), (10, 3)), f"SM{major}{minor}", way_out)
+
+
+def _part(phrase: str, way_out: str) -> Requirement:
+    return Requirement(phrase, False, "not in this version", way_out)
+
+
+# -- the machine ------------------------------------------------------------------------------------------------------
+
+
+def _machine() -> dict[str, str]:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return {
+        "flashstep": metadata.version("flashstep"),
+        "python": f"{platform.python_version()} on {platform.system()} {platform.machine()}",
+        "torch": torch.__version__,
+        "cores": f"{cores}, torch uses {torch.get_num_threads()} threads",
+        "memory": _memory(),
+        "gpu": _gpu().found,
+        "model": str(BUNDLED_MODEL),
+    }
+
+
+def _memory() -> str:
+    """Memory of the machine and, where a cgroup sets one, the lower limit of this process."""
+    if not hasattr(os, "sysconf"):
+        return "unknown"
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    text = f"{total / 2**30:.1f} GiB"
+    limit_file = Path("/sys/fs/cgroup/memory.max")
+    limit = limit_file.read_text().strip() if limit_file.is_file() else "max"
+    return text if limit == "max" else f"{text}, limited to {int(limit) / 2**30:.1f} GiB for this process"

@@ -1,0 +1,193 @@
+"""`flashstep generate`: one prompt, streamed, with the figures of its steps."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from flashstep.chat import (
+    ContentText,
+    Event,
+    OutputParser,
+    Piece,
+    ReasoningText,
+    ToolCallArguments,
+    ToolCallEnd,
+    ToolCallStart,
+    render_chat,
+)
+from flashstep.engine import Engine, Stats
+from flashstep.loading import BUNDLED_MODEL, LoadedModel, load
+from flashstep.stages.accept.reference import SamplingParams
+
+SYNTHETIC_NOTE = "SYNTHETIC ACCEPTANCE: drafts were taken by chance; figures are for timing, the text is worthless"
+
+
+def run(args: argparse.Namespace) -> int:
+    """Generate as the command line asks. Raises ValueError or OSError with a message for the user."""
+    _check(args)
+    params = _sampling_params(args)
+    if args.threads:
+        import torch
+
+        torch.set_num_threads(args.threads)
+    started = time.perf_counter()
+    loaded = load(args.model or BUNDLED_MODEL, device=args.device)
+    engine = Engine(
+        loaded,
+        num_speculative_tokens=0 if args.no_speculation else args.num_speculative_tokens,
+        rule=args.rejection,
+        synthetic_accepted=args.synthetic_accepted,
+        max_model_len=args.max_model_len,
+    )
+    prompt, thinking = _prompt(args, loaded)
+    parser = OutputParser(thinking=thinking, tools=False) if args.chat else None
+    stats, deltas = engine.generate(
+        prompt, params, max_tokens=args.max_tokens, stop=args.stop, ignore_eos=args.ignore_eos
+    )
+    load_s = time.perf_counter() - started
+
+    token_ids: list[int] = []
+    said: dict[str, list[str]] = {"text": [], "reasoning": []}
+    finish_reason = None
+    for delta in deltas:
+        token_ids += delta.tokens
+        finish_reason = delta.finish_reason
+        for kind, text in _texts(delta.pieces, parser, last=finish_reason is not None):
+            said[kind].append(text)
+            if not args.json:
+                print(text, end="", flush=True)
+    if args.json:
+        record = _record(stats, load_s, engine, finish_reason)
+        record |= {"text": "".join(said["text"]), "token_ids": token_ids}
+        if args.chat:
+            record["reasoning"] = "".join(said["reasoning"])
+        print(json.dumps(record, ensure_ascii=False, indent=2))
+    else:
+        print()
+        print(_summary(stats, load_s, finish_reason), file=sys.stderr)
+    return 0
+
+
+def _check(args: argparse.Namespace) -> None:
+    """Refuse options that contradict each other or have no effect, all in one message."""
+    problems = []
+    if args.no_speculation and args.num_speculative_tokens:
+        problems.append("--no-speculation and --num-speculative-tokens exclude each other: give one")
+    if (args.rejection == "synthetic") != (args.synthetic_accepted is not None):
+        problems.append("--rejection synthetic and --synthetic-accepted N go together")
+    if not args.chat and (args.system is not None or args.reasoning_effort is not None):
+        problems.append("--system and --reasoning-effort need --chat")
+    if args.threads is not None and args.threads < 1:
+        problems.append(f"--threads {args.threads}: expected at least 1")
+    if problems:
+        raise ValueError("; ".join(problems))
+
+
+def _sampling_params(args: argparse.Namespace) -> SamplingParams:
+    bias: dict[int, float] = {}
+    for given in args.logit_bias:
+        token, _, value = given.partition("=")
+        try:
+            bias[int(token)] = float(value)
+        except ValueError:
+            raise ValueError(f"--logit-bias {given}: expected TOKEN=BIAS, for example 42=-inf") from None
+    names = (
+        "temperature",
+        "top_k",
+        "top_p",
+        "min_p",
+        "seed",
+        "repetition_penalty",
+        "presence_penalty",
+        "frequency_penalty",
+    )
+    return SamplingParams.from_fields({name: getattr(args, name) for name in names} | {"logit_bias": bias})
+
+
+def _prompt(args: argparse.Namespace, loaded: LoadedModel) -> tuple[list[int], bool]:
+    """Token ids of the prompt, and whether the answer starts with reasoning."""
+    text = sys.stdin.read() if args.prompt == "-" else args.prompt
+    tokenizer = loaded.tokenizer
+    if not args.chat:
+        return [tokenizer.bos_id, *tokenizer.encode(text)], False
+    messages = [{"role": "system", "content": args.system}] if args.system is not None else []
+    effort: Any = args.reasoning_effort
+    if effort is not None and effort.lstrip("-").isdigit():
+        effort = int(effort)
+    prompt = render_chat(
+        [*messages, {"role": "user", "content": text}], thinking=effort is not None, reasoning_effort=effort
+    )
+    return tokenizer.encode_prompt(prompt.pieces), prompt.thinking
+
+
+def _texts(pieces: Sequence[Piece], parser: OutputParser | None, *, last: bool) -> list[tuple[str, str]]:
+    """What to show of `pieces`: (kind, text), with kind "text" or "reasoning"."""
+    if parser is None:
+        return [("text", piece.text) for piece in pieces if not piece.special]
+    events = parser.push(pieces)
+    if last:
+        events += parser.finish()
+    return [_event_text(event) for event in events]
+
+
+def _event_text(event: Event) -> tuple[str, str]:
+    match event:
+        case ReasoningText(text):
+            return "reasoning", text
+        case ContentText(text):
+            return "text", text
+        case ToolCallStart(name=name):
+            return "text", f"\n[call {name} "
+        case ToolCallArguments(text=text):
+            return "text", text
+        case ToolCallEnd():
+            return "text", "]\n"
+
+
+def _record(stats: Stats, load_s: float, engine: Engine, finish_reason: str | None) -> dict[str, Any]:
+    record = {
+        "model": str(engine.loaded.path),
+        "backend": "reference",
+        "finish_reason": finish_reason,
+        "prompt_tokens": stats.prompt_tokens,
+        "completion_tokens": stats.completion_tokens,
+        "num_speculative_tokens": engine.step.num_speculative_tokens,
+        "rejection": engine.step.rule,
+        "synthetic": stats.synthetic,
+        "steps": stats.steps,
+        "tokens_per_step": stats.tokens_per_step,
+        "drafted_per_position": stats.drafted,
+        "accepted_per_position": stats.accepted,
+        "load_s": load_s,
+        "time_to_first_token_s": stats.first_token_s,
+        "tokens_per_s": stats.tokens_per_s,
+        "step_s": stats.step_s,
+    }
+    return record | ({"note": SYNTHETIC_NOTE} if stats.synthetic else {})
+
+
+def _summary(stats: Stats, load_s: float, finish_reason: str | None) -> str:
+    """The figures behind a stream. Per step and per token are different words here."""
+    mark = f"{SYNTHETIC_NOTE}\n" if stats.synthetic else ""
+    lines = [
+        f"{mark}{stats.completion_tokens} tokens ({finish_reason}), {stats.tokens_per_s:.1f} tokens/s after the first, "
+        f"time to first token {stats.first_token_s * 1000:.0f} ms ({stats.prompt_tokens} prompt tokens), "
+        f"load {load_s:.1f} s",
+    ]
+    if stats.step_s:
+        median_ms = statistics.median(stats.step_s) * 1000
+        lines.append(
+            f"{len(stats.step_s)} decoding steps of {median_ms:.1f} ms (median), {stats.tokens_per_step:.2f} tokens "
+            "per step" + (" [synthetic]" if stats.synthetic else "")
+        )
+    if any(stats.drafted):
+        rates = [f"{a}/{d} ({a / d:.0%})" for a, d in zip(stats.accepted, stats.drafted, strict=True) if d]
+        label = "accepted drafts by position [synthetic]: " if stats.synthetic else "accepted drafts by position: "
+        lines.append(label + ", ".join(rates))
+    return "\n".join(lines)
