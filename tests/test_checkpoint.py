@@ -1,6 +1,7 @@
 """Checkpoints: every way to be broken is named, and the ranks' slices are the whole."""
 
 import json
+import re
 import shutil
 import struct
 import tempfile
@@ -341,6 +342,36 @@ def test_slices_of_all_ranks_are_the_tensor(raw, seed):
                 assert pieces == spec.nbytes * (1 if spec.split else world)
                 covered += spec.split is not None
             assert covered > 50
+
+
+def test_what_is_split_and_what_is_replicated():
+    """The axis decides which product a rank can do alone: rows of the first matrix of a pair, columns of the second."""
+    specs = tensor_specs(ModelConfig.from_dict(small_config()))
+    axes = {
+        "attn.wq_b.weight": 0,
+        "attn.attn_sink": 0,
+        "attn.wo_a.weight": 0,
+        "attn.wo_b.weight": 1,
+        "ffn.experts.7.w1.weight": 0,
+        "ffn.experts.7.w2.weight": 1,
+        "ffn.experts.7.w3.weight": 0,
+        "ffn.shared_experts.w1.weight": 0,
+        "ffn.shared_experts.w2.weight": 1,
+        "ffn.shared_experts.w3.weight": 0,
+    }
+    expected = {f"{prefix}{name}": axis for prefix in ("layers.3.", "mtp.1.") for name, axis in axes.items()}
+    expected |= {"head.weight": 0, "mtp.1.markov_head.head.weight": 0, "mtp.0.main_proj.weight": 1}
+    expected |= {"layers.3.engram.embed.weight": 0, "layers.3.engram.wkv.weight": 1}
+    for name, axis in expected.items():
+        assert specs[name].split.axis == axis, name
+    pattern = re.compile(r"(layers|mtp)\.\d+\.")
+    split = {pattern.sub("", re.sub(r"experts\.\d+", "experts.7", name)) for name, spec in specs.items() if spec.split}
+    weights = {pattern.sub("", name) for name in expected}
+    assert split == weights | {
+        name.removesuffix("weight") + "scale"
+        for name in weights
+        if name.removesuffix("weight") + "scale" in {pattern.sub("", n) for n in specs}
+    }
 
 
 @settings(max_examples=10, deadline=None)
