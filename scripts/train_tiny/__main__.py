@@ -59,10 +59,9 @@ def main() -> None:
 
     specs = storage.tensor_specs(run.config)
     weights = storage.initial_weights(run.config, options.seed)
-    wrap = compiled(options.no_compile)
-    backbone, record["backbone"] = train_backbone(run, weights, specs, backbone_end, wrap)
+    backbone, record["backbone"] = train_backbone(run, weights, specs, backbone_end)
     weights |= backbone
-    drafts, record["draft"] = train_draft(run, weights, specs, training_end, wrap)
+    drafts, record["draft"] = train_draft(run, weights, specs, training_end)
     weights = {name: weight.detach().cpu() for name, weight in (weights | drafts).items()}
 
     checkpoint_bytes = storage.save(weights, run.config, options.out)

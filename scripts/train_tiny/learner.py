@@ -6,7 +6,6 @@ Weights of one shape and storage kind lie stacked in one tensor, so that a step 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -45,10 +44,8 @@ class Learner:
         specs: dict[str, Spec],
         device: str,
         dtype: torch.dtype,
-        wrap: Callable[[Any], Any] = lambda function: function,
     ) -> None:
         self.dtype = dtype
-        self.orthogonal = wrap(_orthogonal)
         self.biases = {name: weights[name].to(device).clone() for name in specs if name.endswith("gate.bias")}
         groups: dict[tuple[Any, ...], list[str]] = defaultdict(list)
         for name, spec in specs.items():
@@ -100,7 +97,7 @@ class Learner:
                 stack.master.grad = gradient.float()
                 continue
             stack.momentum.lerp_(gradient.float(), 1 - MUON_MOMENTUM)
-            update = self.orthogonal(gradient.float().lerp(stack.momentum, MUON_MOMENTUM))
+            update = _orthogonal(gradient.float().lerp(stack.momentum, MUON_MOMENTUM))
             rows, columns = update.shape[-2:]
             stack.master.mul_(1 - WEIGHT_DECAY * MUON_RATE * scale)
             stack.master.add_(update.float(), alpha=-MUON_RATE * scale * 0.2 * max(rows, columns) ** 0.5)

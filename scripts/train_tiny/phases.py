@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,12 +65,12 @@ class Progress:
         self.history: list[dict[str, float]] = []
 
     def advance(self) -> float:
-        """Part of the phase's time that is over; the phase's clock starts again once the first step has compiled."""
+        """Part of the phase's time that is over; the phase's clock starts again once the first steps have compiled."""
         if self.steps == 2:
             self.begin_s = min(self.run.elapsed(), self.end_s - 1e-3)
             self.reported_s, self.reported_steps = self.begin_s, self.steps
         done = (self.run.elapsed() - self.begin_s) / max(self.end_s - self.begin_s, 1e-3)
-        return done if self.steps else min(done, 0.0)
+        return done if self.steps >= 2 else 0.0
 
     def report(self, **values: Tensor) -> None:
         """Count a step with its figures; `loss` is among them."""
@@ -102,11 +101,11 @@ class Progress:
 
 
 def train_backbone(
-    run: Run, weights: Weights, specs: dict[str, storage.Spec], end_s: float, wrap: Callable[[Any], Any]
+    run: Run, weights: Weights, specs: dict[str, storage.Spec], end_s: float
 ) -> tuple[Weights, dict[str, Any]]:
     """Next-token training of everything but the draft layers, until `end_s`."""
     names = {name: spec for name, spec in specs.items() if not name.startswith("mtp.")}
-    learner = Learner(weights, names, run.twin.device, run.twin.dtype, wrap)
+    learner = Learner(weights, names, run.twin.device, run.twin.dtype)
     progress = Progress(run, end_s, "backbone")
     while (done := progress.advance()) < 1:
         ids, targets = run.rows(run.training)
@@ -132,7 +131,7 @@ def busiest(loads: Weights) -> Tensor:
 
 
 def train_draft(
-    run: Run, weights: Weights, specs: dict[str, storage.Spec], end_s: float, wrap: Callable[[Any], Any]
+    run: Run, weights: Weights, specs: dict[str, storage.Spec], end_s: float
 ) -> tuple[Weights, dict[str, Any]]:
     """Draft layers and heads towards the frozen backbone, until `end_s`."""
     twin, block = run.twin, run.config.dspark_block_size
@@ -144,7 +143,7 @@ def train_draft(
         if not name.startswith("mtp.")
     }
     names = {name: spec for name, spec in specs.items() if name.startswith("mtp.")}
-    learner = Learner(weights, names, twin.device, twin.dtype, wrap)
+    learner = Learner(weights, names, twin.device, twin.dtype)
     progress = Progress(run, end_s, "draft")
     later = LATER_DRAFT ** torch.arange(block, device=twin.device)
     while (done := progress.advance()) < 1:
