@@ -15,11 +15,14 @@ What a step is taken to read, per rank (weights of one verification and one draf
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 
 from flashstep.config import ModelConfig
 from flashstep.layout import TensorSpec, check_world, tensor_specs
+
+_specs = functools.lru_cache(maxsize=2)(tensor_specs)  # 96,000 entries for a release, asked for by every function here
 
 KINDS = (
     "routed experts",
@@ -62,7 +65,7 @@ class Size:
 def sizes(config: ModelConfig) -> dict[str, Size]:
     """Whole-checkpoint size by `KINDS`."""
     table = dict.fromkeys(KINDS, Size())
-    for name, spec in tensor_specs(config).items():
+    for name, spec in _specs(config).items():
         count = 0 if spec.dtype == "F8_E8M0" else math.prod(spec.shape) * (2 if spec.dtype == "I8" else 1)
         table[kind(name, spec)] += Size(count, spec.nbytes)
     return table
@@ -85,7 +88,7 @@ def rank_memory(config: ModelConfig, world: int, rank: int = 0) -> RankMemory:
     """What `rank` of `world` keeps. Raises `ConfigError` where the model does not divide."""
     check_world(config, world)
     local = dict.fromkeys(KINDS, 0)
-    for name, spec in tensor_specs(config).items():
+    for name, spec in _specs(config).items():
         local[kind(name, spec)] += spec.local_bytes(rank, world)
     tables = local["Engram tables"]
     return RankMemory(world, local["routed experts"], sum(local.values()) - tables, tables)
@@ -174,7 +177,7 @@ def step_bytes(config: ModelConfig, *, requests: int = 1, rows: int | None = Non
         nbytes[part, stage] = nbytes.get((part, stage), 0.0) + amount
         layers.setdefault((part, stage), set()).add(layer)
 
-    for name, spec in tensor_specs(config).items():
+    for name, spec in _specs(config).items():
         local = spec.local_bytes(0, world)
         if name == "head.weight":
             add("head", "head (verify)", name, local)
