@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from flashstep.model import Block, Model, copies
+from flashstep.model import Block, Model, Trace, copies, untraced
 from flashstep.ops import Linear, Reader, rms_norm
 from flashstep.stages.attention import reference as attention
 from flashstep.stages.boundary import reference as boundary
@@ -71,14 +71,21 @@ class Draft:
             state.write_ring(state.draft_window[layer], rows, attention.window_entry(latent, turns, num))
 
     def propose(
-        self, state: State, slots: Tensor, last: Tensor, anchors: Tensor, pick: Pick, count: int | None = None
+        self,
+        state: State,
+        slots: Tensor,
+        last: Tensor,
+        anchors: Tensor,
+        pick: Pick,
+        count: int | None = None,
+        trace: Trace = untraced,
     ) -> Proposal:
         """Draft `count` tokens (default: the block size) behind each request's `anchors` [requests] int64.
 
         `last` [requests] is the last committed position t; the anchor is the token sampled for t + 1. The block
         stands at t + 1..t + block, the drafted tokens at t + 2... `pick` chooses the token of each place in turn.
         """
-        hidden = self.block_hidden(state, slots, last, anchors)
+        hidden = self.block_hidden(state, slots, last, anchors, trace)
         base = self.model.logits(rms_norm(hidden, self.norm, self.config.rms_norm_eps, self.num))
         previous, tokens, logits, confidence = anchors, [], [], []
         for place in range(self.config.dspark_block_size if count is None else count):
@@ -88,8 +95,13 @@ class Draft:
             tokens.append(previous)
         return Proposal(*(torch.stack(x, dim=1) for x in (tokens, logits, confidence)))
 
-    def block_hidden(self, state: State, slots: Tensor, last: Tensor, anchors: Tensor) -> Tensor:
-        """Collapsed stream [requests, block, hidden] that leaves the draft layers, before the final norm."""
+    def block_hidden(
+        self, state: State, slots: Tensor, last: Tensor, anchors: Tensor, trace: Trace = untraced
+    ) -> Tensor:
+        """Collapsed stream [requests, block, hidden] that leaves the draft layers, before the final norm.
+
+        `trace` is shown `draft.M.ffn_in` [requests * block, hidden] of each draft layer M.
+        """
         config, num, size = self.config, self.num, self.config.dspark_block_size
         requests = len(slots)
         tokens = torch.full((requests, size), config.dspark_noise_token_id, device=anchors.device)
@@ -113,6 +125,7 @@ class Draft:
             pre = next_pre
             next_pre, post, comb = boundary.mixes(stream, block.hc_ffn, config)
             x = rms_norm(boundary.collapse(stream, pre, num), block.ffn_norm, config.rms_norm_eps, num)
+            trace(f"draft.{layer}.ffn_in", x)
             stream = boundary.expand(moe.moe(x, block.ffn, config, num), stream, post, comb, num)
             pre = next_pre
         return boundary.collapse(stream, pre, num).unflatten(0, (requests, size))

@@ -7,6 +7,7 @@ an Engram. Compressed KV is made by a few source layers and read by the layers a
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -22,6 +23,13 @@ from flashstep.stages.head import reference as head
 from flashstep.stages.indexer import reference as indexer
 from flashstep.stages.moe import reference as moe
 from flashstep.state import Rows, State
+
+# (name, value): what a forward computes on the way, for those who compare it: `layer.3.attn_in` and the like
+Trace = Callable[[str, Tensor], None]
+
+
+def untraced(name: str, value: Tensor) -> None:
+    """The trace that keeps nothing."""
 
 
 @dataclass
@@ -131,23 +139,29 @@ class Model:
         self.rope = Rope(config, compressed=False, device=self.device)
         self.rope_compressed = Rope(config, compressed=True, device=self.device)
 
-    def forward(self, state: State, rows: Rows) -> Output:
+    def forward(self, state: State, rows: Rows, trace: Trace = untraced) -> Output:
         """Run `rows` at their positions, whose predecessors `state` holds, and write their caches.
 
         A row sees earlier rows of its own request in the same forward. Pages must be reserved (`State.reserve`).
+        `trace` is shown the Engram rows, each sublayer's input and output, the streams and the choices.
         """
         config, num = self.config, self.num
         state.check(rows)
         turns = Turns(self.rope.at(rows.positions), self.rope_compressed.at(rows.positions))
         engram_rows = engram.row_ids(self._history(state, rows), config) if config.engram_layer_ids else None
+        if engram_rows is not None:
+            trace("engram_hash", engram_rows)
         stream = copies(self.embed[rows.tokens].to(num.dtype), config)
         pre = boundary.first_pre(len(rows.tokens), config, self.device)
         choice: Choice | None = None
         taps = []
         for number, layer in enumerate(self.layers):
+            name = f"layer.{number}."
+            trace(name + "stream_in", stream)
             if layer.engram is not None and layer.engram_gather is not None and engram_rows is not None:
                 table_rows = layer.engram_gather(engram_rows[:, config.engram_layer_ids.index(number)])
                 stream = engram.inject(stream, table_rows.to(num.dtype), layer.engram, config, num)
+                trace(name + "stream_engram", stream)
             if number in config.dspark_target_layer_ids:
                 taps.append(stream.double().mean(1).to(num.dtype))
 
@@ -157,12 +171,23 @@ class Model:
             x = rms_norm(x, block.attn_norm, config.rms_norm_eps, num)
             y, choice = self._attention(number, x, turns, choice, state, rows)
             stream = boundary.expand(y, stream, post, comb, num)
+            trace(name + "attn_in", x)
+            trace(name + "attn_out", y)
+            trace(name + "stream_mid", stream)
+            if layer.index_query is not None and choice is not None:
+                trace(name + "index_sel", choice.entries)
+            if number == config.candidate_source_layer_id and choice is not None and choice.candidates is not None:
+                for candidates in choice.candidates:  # one call per request
+                    trace(name + "candidates", candidates)
 
             pre = next_pre
             next_pre, post, comb = boundary.mixes(stream, block.hc_ffn, config)
-            x = boundary.collapse(stream, pre, num)
-            y = moe.moe(rms_norm(x, block.ffn_norm, config.rms_norm_eps, num), block.ffn, config, num)
+            x = rms_norm(boundary.collapse(stream, pre, num), block.ffn_norm, config.rms_norm_eps, num)
+            y = moe.moe(x, block.ffn, config, num)
             stream = boundary.expand(y, stream, post, comb, num)
+            trace(name + "ffn_in", x)
+            trace(name + "ffn_out", y)
+            trace(name + "stream_out", stream)
             pre = next_pre
         hidden = rms_norm(boundary.collapse(stream, pre, num), self.norm, config.rms_norm_eps, num)
         return Output(hidden, torch.cat(taps, dim=-1))
