@@ -48,6 +48,8 @@ def main() -> None:
     options = parser.parse_args()
     if options.length % 64 or options.length < 320:
         parser.error("--length: expected a multiple of 64, at least 320")
+    if not 8 <= options.generate <= 120:
+        parser.error("--generate: expected 8 to 120")
 
     torch.set_float32_matmul_precision("high")
     torch.manual_seed(options.seed)

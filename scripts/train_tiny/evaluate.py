@@ -54,12 +54,15 @@ def acceptance(run: Run, weights: Weights, generate: int, end_s: float) -> dict[
     """Greedy text after the held-out prompts, and how many drafts a decoder would have accepted on the way.
 
     Every position of the generated text gets its block of drafts; a walk over them, from one committed position to
-    the next, gives the steps that speculative decoding takes. Stops early rather than run past `end_s`.
+    the next and up to an end token, gives the steps that speculative decoding takes. Stops early rather than run past
+    `end_s`.
     """
     twin, specs = run.twin, storage.tensor_specs(run.config)
     block = run.config.dspark_block_size
     rounded = {name: storage.as_stored(weight.to(twin.device), specs[name].kind) for name, weight in weights.items()}
     rounded = typed(rounded, specs, twin)
+    # Drafting once a batch is not worth compiling its regions without gradients.
+    drafter = Twin(run.config, twin.token_map.cpu().numpy(), device=twin.device)
     prompts = run.prompts
     per_step: list[int] = []
     tried, accepted = np.zeros(block), np.zeros(block)
@@ -83,7 +86,7 @@ def acceptance(run: Run, weights: Weights, generate: int, end_s: float) -> dict[
         output = twin(rounded, rows)
         num_anchors = generate - block - 1
         anchors = (lengths - 1)[:, None] + torch.arange(num_anchors, device=twin.device)
-        _, logits, _ = twin.draft(rounded, rows, output.taps, anchors)
+        _, logits, _ = drafter.draft(rounded, rows, output.taps, anchors)
         previous = rows.gather(1, anchors + 1)
         matches = []
         for i in range(block):
@@ -91,8 +94,10 @@ def acceptance(run: Run, weights: Weights, generate: int, end_s: float) -> dict[
             matches.append(previous == rows.gather(1, anchors + 2 + i))
         runs = torch.stack(matches, -1).cumprod(-1).sum(-1).cpu()  # drafts accepted after each anchor
         for row in range(len(chosen)):
+            written = rows[row, int(lengths[row]) :][:generate].tolist()
+            end = min(num_anchors, written.index(text.EOS) if text.EOS in written else generate)
             at = 0
-            while at < num_anchors:
+            while at < end:
                 length = int(runs[row, at])
                 per_step.append(length + 1)
                 tried[: length + 1] += 1
