@@ -122,11 +122,19 @@ class _Units:
             advance()
 
     def _beside(self, name: str) -> Beside | None:
-        path = self.path.resolve().parent / name
-        if not _is_configuration(path):
+        siblings = sorted(p for p in self.path.resolve().parent.iterdir() if _is_configuration(p))
+        path = next((p for p in siblings if name in (p.name, _own_name(p))), None)
+        if path is None:
             return None
         checkpoint = Checkpoint.open(path)
         return Beside(checkpoint, token_map(path, checkpoint.config))
+
+
+def _own_name(configuration: Path) -> str | None:
+    """What a configuration directory calls itself, whatever its directory is called."""
+    index_file = configuration / "vectors" / "index.json"
+    index = read_json(index_file) if index_file.is_file() else {}
+    return index.get("config") if isinstance(index, dict) else None
 
 
 def _differences(vectors: Vectors, entry: dict[str, Any]) -> list[str]:

@@ -28,8 +28,14 @@ _SELECTIONS = ("router_idx", "index_sel", "candidate_blocks")
 _COEFFICIENTS = tuple(f"hc_{kind}_{part}" for kind in ("attn", "ffn") for part in ("pre", "post", "comb"))
 _SNAPSHOTS = ("stream", "attn_in", "attn_out", "ffn_in", "ffn_out", "final_hidden")
 _RECORDED = {
-    BF16: (*_SELECTIONS, "router_w", "draft_router_idx", "engram_hash", *_COEFFICIENTS)
-    + tuple(f"snap.{name}" for name in (*_SNAPSHOTS, "main_hidden")),
+    BF16: (
+        *_SELECTIONS,
+        "router_w",
+        "draft_router_idx",
+        "engram_hash",
+        *_COEFFICIENTS,
+        *(f"snap.{name}" for name in (*_SNAPSHOTS, "main_hidden")),
+    ),
     F32: (*_SELECTIONS, *(f"snap.{name}" for name in _SNAPSHOTS)),
     NOQUANT: _SELECTIONS[:2],
 }
@@ -76,7 +82,9 @@ class EndToEnd:
         for record, run in zip(recorded.values(), runs, strict=True):
             errors = self._logits(record, run)
             medians.append(float(errors.median()) if len(errors) else None)
-            agrees = errors < tol.AGREES if self.mode == F32 else torch.ones(len(record.tokens.fed), dtype=torch.bool)
+            agrees = torch.full((len(record.tokens.fed),), self.mode != F32)
+            if self.mode == F32 and len(errors):
+                agrees = errors < tol.AGREES
             self._drafts(record, run)
             self._choices(record, run, agrees)
             self._snapshots(record, run, agrees)

@@ -78,7 +78,7 @@ class Report:
         if got.shape != want.shape:
             problem = f"computed shape {list(got.shape)}, recorded {list(want.shape)}"
         elif not want.numel():
-            self.skip(file, quantity, "nothing recorded: the tensor is empty")
+            self.skip(file, quantity, "nothing to compare: no row is left")
             return
         else:
             measured = {name: MEASURES[name](got.detach(), want) for name in tolerance.limits}
