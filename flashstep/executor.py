@@ -177,6 +177,8 @@ class Step:
                 positions=positions,
                 rates=self.rates[: len(request.drafts)],
             )
+        elif request.params.temperature == 0:
+            accepted = sampling.accept_greedy(target_probs=p[None], draft_ids=drafts[None])
         else:
             accepted = sampling.accept(
                 target_probs=p[None],

@@ -81,23 +81,21 @@ def ceil_power_of_two(x: Tensor) -> Tensor:
 # -- fp8 activations and window entries -----------------------------------------------------------------------------
 
 
-def fp8_scale(x: Tensor) -> Tensor:
-    """Scales [..., columns / 32] float32: the power of two not below amax / 448, with amax at least 1e-4."""
-    amax = _groups(x, FP8_BLOCK).abs().amax(-1)
-    return ceil_power_of_two(amax.clamp(min=1e-4) * (1 / FP8_MAX))
-
-
 def fp8_quantize(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes [..., columns] float8_e4m3fn and scales [..., columns / 32] float32 of `x`."""
-    scale = fp8_scale(x)
-    scaled = (_groups(x, FP8_BLOCK) / scale.unsqueeze(-1)).clamp(-FP8_MAX, FP8_MAX)
-    return scaled.to(torch.float8_e4m3fn).view(x.shape), scale
+    """Codes [..., columns] float8_e4m3fn and scales [..., columns / 32] float32 of `x`.
+
+    The scale is the power of two not below amax / 448, with amax at least 1e-4; values are divided by that very scale.
+    """
+    groups = _groups(x, FP8_BLOCK)
+    scale = ceil_power_of_two(groups.abs().amax(-1).clamp_(min=1e-4).mul_(1 / FP8_MAX))
+    scaled = (groups / scale.unsqueeze(-1)).clamp_(-FP8_MAX, FP8_MAX)
+    return scaled.to(torch.float8_e4m3fn).flatten(-2), scale
 
 
 def fp8_round_trip(x: Tensor) -> Tensor:
     """`x` [..., columns] as fp8 holds it, in the dtype of `x` (bf16 holds every such value exactly)."""
     codes, scale = fp8_quantize(x)
-    return (_groups(codes, FP8_BLOCK) * scale.unsqueeze(-1)).view(x.shape).to(x.dtype)
+    return (_groups(codes, FP8_BLOCK) * scale.unsqueeze(-1)).flatten(-2).to(x.dtype)
 
 
 # -- fp4 cache entries ----------------------------------------------------------------------------------------------

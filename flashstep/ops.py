@@ -72,7 +72,7 @@ class Linear:
 def rms_norm(x: Tensor, weight: Tensor, eps: float, num: Numerics) -> Tensor:
     """`weight * x * rsqrt(mean(x^2) + eps)` over the last dimension (section 4), rounded once."""
     x = x.double()
-    return (weight.double() * x * inverse_rms(x, eps)).to(num.dtype)
+    return (weight * x * inverse_rms(x, eps)).to(num.dtype)
 
 
 def inverse_rms(x: Tensor, eps: float) -> Tensor:

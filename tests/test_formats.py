@@ -101,16 +101,16 @@ def test_fp8_scale_at_a_power_of_two(edge):
         product = np.maximum(amax, np.float32(1e-4)) * np.float32(np.float32(1) / np.float32(448))
         assert product.dtype == np.float32
         expected = smallest_power_at_least(float(product))
-        assert float(f.fp8_scale(row)) == expected, amax
-    assert float(f.fp8_scale(torch.full((1, 32), float(np.float32(edge) * np.float32(1.01))))) == 2 * float(
-        f.fp8_scale(torch.full((1, 32), float(np.float32(edge) * np.float32(0.99))))
+        assert float(f.fp8_quantize(row)[1]) == expected, amax
+    assert float(f.fp8_quantize(torch.full((1, 32), float(np.float32(edge) * np.float32(1.01))))[1]) == 2 * float(
+        f.fp8_quantize(torch.full((1, 32), float(np.float32(edge) * np.float32(0.99))))[1]
     )
 
 
 @pytest.mark.parametrize("amax", [0.0, 1e-45, 2.0**-130, 9.9e-5, 1e-4])
 def test_fp8_scale_floor(amax):
     row = torch.full((1, 32), amax)
-    assert float(f.fp8_scale(row)) == 2.0**-22  # the power above 1e-4 / 448 = 2.2e-7
+    assert float(f.fp8_quantize(row)[1]) == 2.0**-22  # the power above 1e-4 / 448 = 2.2e-7
     codes, _ = f.fp8_quantize(row)
     expected = torch.tensor(amax / 2.0**-22).to(torch.float8_e4m3fn).float()
     assert torch.equal(codes.float(), expected.expand(1, 32))

@@ -106,7 +106,7 @@ def no_sink(patch: pytest.MonkeyPatch) -> None:
 
 
 def no_clamp(patch: pytest.MonkeyPatch) -> None:
-    wrap(patch, moe, "gate_up", lambda f: lambda x, e, weight, limit, num: f(x, e, weight, torch.inf, num))
+    wrap(patch, moe, "gate_up", lambda f: lambda x, e, v, w, limit, num: f(x, e, v, w, torch.inf, num))
 
 
 def no_yarn(patch: pytest.MonkeyPatch) -> None:

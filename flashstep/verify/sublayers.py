@@ -60,8 +60,8 @@ class Layers:
             name = f"layer.{number}."
             before = "layer.0.stream_in" if number == 0 else f"layer.{number - 1}.stream_out"
             if layer.engram is not None:
-                v.check(name + "stream_engram", lambda n=number, b=before: self._engram(n, v[b]), BF16)
-                v.leave(name + "engram_gate", "the stage does not give out its gate; `stream_engram` depends on it")
+                v.check(name + "stream_engram", lambda n=number, b=before: self._engram(n, v[b])[0], BF16)
+                v.check(name + "engram_gate", lambda n=number, b=before: self._engram(n, v[b])[1], F32)
                 before = name + "stream_engram"
             with v.needed_for(name + "attn_in"):
                 self._sublayers(number, layer.block, before)
@@ -118,7 +118,8 @@ class Layers:
             taps.append(stream.double().mean(1).bfloat16())
         return torch.cat(taps, dim=-1)
 
-    def _engram(self, number: int, stream: Tensor) -> Tensor:
+    def _engram(self, number: int, stream: Tensor) -> tuple[Tensor, Tensor]:
+        """The stream behind the Engram of layer `number`, and the gate [rows, hc] of each copy."""
         layer, engram, config = self.model.layers[number], self.backend.engram, self.config
         assert layer.engram_gather is not None
         ids = self.model.token_map[self.tokens]
@@ -127,7 +128,10 @@ class Layers:
         padded = torch.cat((pad.expand(size - 1), ids))
         history = padded.unfold(0, size, 1).flip(-1)
         rows = engram.row_ids(history, config)[:, config.engram_layer_ids.index(number)]
-        return engram.inject(stream, layer.engram_gather(rows), layer.engram, config, NUM)
+        found = layer.engram_gather(rows)
+        key, _ = engram.project(found, layer.engram, config, NUM)
+        gate = engram.gate(stream, key, layer.engram, config).squeeze(-1)
+        return engram.inject(stream, found, layer.engram, config, NUM), gate
 
     def _router(self, number: int, block: Block) -> None:
         """The recorded biased scores, through what a router shows of them: its choice and its weights."""

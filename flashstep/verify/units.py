@@ -274,7 +274,7 @@ def gate(u: Unit) -> None:
     """Expert choice and route weights."""
     v, moe = u.vectors, u.backend.moe
     top = u.meta["topk"]
-    weights = moe.Weights(v["weight"], v["bias"], [], None, top)
+    weights = moe.Weights(u.backend.ops.Linear(v["weight"]), v["bias"], [], None, top)
     chosen, route = moe.route(v["x"], weights, _config(routed_scaling_factor=u.meta["route_scale"]))
     v.check("indices", lambda: chosen, EXACT)
     v.check("weights", lambda: route, GATE)
@@ -308,11 +308,13 @@ def moe(u: Unit) -> None:
     numbers = sorted({int(name.split(".")[0]) for name in v.tensors if re.match(r"\d+\.w1\.weight", name)})
     experts, limit = [expert(str(number)) for number in numbers], meta["swiglu_limit"]
     config = _config(swiglu_limit=limit, routed_scaling_factor=meta["route_scale"])
-    weights = stage.Weights(v["gate.weight"], v["gate.bias"], experts, expert("shared"), meta["topk"])
+    weights = stage.Weights(product(v["gate.weight"]), v["gate.bias"], experts, expert("shared"), meta["topk"])
+
+    everyone = stage.Visits.of(torch.zeros(len(v["x"]), 1, dtype=torch.int64))
 
     def alone(which: Any, weight: Tensor | None, num: Numerics) -> Tensor:
-        hidden = stage.gate_up(num.fp8(v["x"].to(num.dtype)), which, weight, limit, num)
-        return stage.down(hidden, which, num)
+        hidden = stage.gate_up(num.fp8(v["x"].to(num.dtype)), [which], everyone, weight, limit, num)
+        return stage.down(hidden, [which], everyone, num)
 
     for number, which in zip(numbers, experts, strict=True):
         name = f"expert{number}."
@@ -373,7 +375,10 @@ def engram(u: Unit) -> None:
             added = stage.inject(v["stream"], rows, weights, config, BF16_NUM)
             got = torch.where(text[:, None, None], added, v["stream"])  # a masked token takes nothing from the table
             v.check(f"out{end}", lambda got=got: got, BF16, "bf16")
-    v.leave("gate", "the stage does not give out its gate; `out` depends on it")
+            if not end:
+                key, _ = stage.project(rows, weights, config, BF16_NUM)
+                gate = stage.gate(v["stream"], key, weights, config).squeeze(-1)
+                v.check("gate", lambda got=gate: got, F32)
 
 
 def _history(ids: Tensor, text: Tensor, pad: Tensor, size: int) -> Tensor:

@@ -252,7 +252,11 @@ def probabilities(
     if non_finite.any():
         raise SamplingError("non-finite logits", non_finite)
 
-    scores = _penalize(logits.double(), params, counts, prompt_mask) + _bias(params, vocab, logits.device)
+    scores = logits.double()
+    if params.repetition_penalty != 1 or params.frequency_penalty or params.presence_penalty:
+        scores = _penalize(scores, params, counts, prompt_mask)
+    if params.logit_bias:
+        scores = scores + _bias(params, vocab, logits.device)
     if allowed is not None:
         _require_shape("allowed", allowed, (rows, vocab))
         scores = scores.masked_fill(~allowed, -math.inf)
@@ -344,6 +348,8 @@ def draft_token(
     """
     row_allowed = None if allowed is None else allowed[None]
     q = probabilities(logits[None], params, counts=counts[None], prompt_mask=prompt_mask, allowed=row_allowed)
+    if params.temperature == 0:  # the one-hot's own token, without the random numbers that could not change it
+        return q[0], int(q[0].argmax())
     key = torch.tensor([[seed], [start], [position]], device=logits.device)
     token = sample(q, uniform(key[0], key[1], key[2], Purpose.DRAFT, q.shape[-1]))
     return q[0], int(token)
@@ -435,6 +441,19 @@ def accept(
     purpose = torch.where(num_accepted == num_drafts, int(Purpose.BONUS), int(Purpose.RESIDUAL))
     noise = uniform(seeds, positions, positions + num_accepted, purpose, vocab)
     token = sample(_residual(weight[:, None], p_next, q_next), noise)
+    return Accepted(num_accepted, _deliver(draft_ids, num_accepted, token))
+
+
+def accept_greedy(*, target_probs: Tensor, draft_ids: Tensor) -> Accepted:
+    """What `accept` delivers by either rule where p is one-hot, without the random numbers that could not change it.
+
+    target_probs: [requests, k + 1, vocab], one-hot rows. draft_ids: [requests, k] int64. Raises ValueError for shapes.
+    """
+    requests, rows, _ = target_probs.shape
+    _require_shape("draft_ids", draft_ids, (requests, rows - 1))
+    best = target_probs.argmax(dim=-1)
+    num_accepted = (best[:, :-1] == draft_ids).cumprod(dim=-1).sum(dim=-1)
+    token = best.gather(-1, num_accepted[:, None])[:, 0]
     return Accepted(num_accepted, _deliver(draft_ids, num_accepted, token))
 
 

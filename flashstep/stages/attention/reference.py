@@ -79,12 +79,12 @@ def attend(q: Tensor, kv: Tensor, visible: Tensor, sink: Tensor, num: Numerics) 
     before they meet the values, against the row's final maximum.
     """
     kv = kv.double()
-    scores = torch.einsum("rhd,red->rhe", q.double(), kv) * q.shape[-1] ** -0.5
+    scores = q.double() @ kv.mT * q.shape[-1] ** -0.5  # [rows, heads, entries]
     scores = scores.masked_fill(~visible.unsqueeze(1), float("-inf"))
     highest = scores.amax(-1, keepdim=True).clamp(min=torch.finfo(torch.float64).min)
     p = torch.exp(scores - highest)
     total = p.sum(-1, keepdim=True) + torch.exp(sink.double()[:, None] - highest)
-    out = torch.einsum("rhe,red->rhd", p.to(num.dtype).double(), kv)
+    out = p.to(num.dtype).double() @ kv
     return (out / total).to(num.dtype)
 
 
@@ -95,6 +95,6 @@ def project_out(o: Tensor, turns: Tensor, w: Weights, config: ModelConfig, num: 
     """
     o = rotate(o, turns, num, back=True)
     wo_a = w.wo_a.decoded.unflatten(0, (-1, config.o_lora_rank))  # [groups, o_lora, heads / groups * head_dim]
-    grouped = o.unflatten(1, (wo_a.shape[0], -1)).flatten(2)
-    u = torch.einsum("rgi,goi->rgo", grouped.double(), wo_a).to(num.dtype).flatten(1)
+    grouped = o.unflatten(1, (wo_a.shape[0], -1)).flatten(2).transpose(0, 1)  # [groups, rows, ...]
+    u = (grouped.double() @ wo_a.mT).transpose(0, 1).to(num.dtype).flatten(1)
     return w.wo_b(num.fp8(u)).to(num.dtype)

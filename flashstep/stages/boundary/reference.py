@@ -48,9 +48,9 @@ def mixes(stream: Tensor, w: Weights, config: ModelConfig) -> tuple[Tensor, Tens
 def sinkhorn(comb: Tensor, iterations: int, eps: float) -> Tensor:
     """Divide `comb` [rows, hc, hc] by its column sums, then `iterations` - 1 times by row and column sums."""
     comb = comb / (comb.sum(1, keepdim=True) + eps)
-    for _ in range(iterations - 1):
-        comb = comb / (comb.sum(2, keepdim=True) + eps)
-        comb = comb / (comb.sum(1, keepdim=True) + eps)
+    for _ in range(iterations - 1):  # in place: these few numbers cost more to allocate than to divide
+        comb /= comb.sum(2, keepdim=True).add_(eps)
+        comb /= comb.sum(1, keepdim=True).add_(eps)
     return comb
 
 
@@ -61,7 +61,7 @@ def collapse(stream: Tensor, pre: Tensor, num: Numerics) -> Tensor:
 
 def expand(output: Tensor, stream: Tensor, post: Tensor, comb: Tensor, num: Numerics) -> Tensor:
     """`post[j] output + sum_i comb[i, j] stream[i]`: a sublayer's output [rows, hidden] back into every copy."""
-    mixed = torch.einsum("rij,rid->rjd", comb, stream.double())
+    mixed = comb.mT @ stream.double()
     return (post.unsqueeze(-1) * output.unsqueeze(1) + mixed).to(num.dtype)
 
 

@@ -53,14 +53,24 @@ def row_ids(history: Tensor, config: ModelConfig) -> Tensor:
     return torch.stack(layers, dim=1)
 
 
+def project(rows: Tensor, w: Weights, config: ModelConfig, num: Numerics) -> tuple[Tensor, Tensor]:
+    """Keys [rows, hc, hidden] and value [rows, 1, hidden] of the table `rows` [rows, columns, engram_head_dim]."""
+    kv = w.wkv(num.fp8(rows.flatten(1))).to(num.dtype).double().unflatten(-1, (-1, config.hidden_size))
+    return kv[:, :-1], kv[:, -1:]
+
+
+def gate(stream: Tensor, key: Tensor, w: Weights, config: ModelConfig) -> Tensor:
+    """How much of the value each copy takes: [rows, hc, 1] float64 of `stream` and `key` [rows, hc, hidden].
+
+    A normed product of copy and key; here the statistics are per copy.
+    """
+    x, key, eps = stream.double(), key.double(), config.rms_norm_eps
+    dot = (x * (w.q_weight.double() * w.k_weight) * key).sum(-1, keepdim=True)
+    dot = dot * inverse_rms(x, eps) * inverse_rms(key, eps) * config.hidden_size**-0.5
+    return torch.sigmoid(dot.sign() * dot.abs().clamp(min=1e-6).sqrt())
+
+
 def inject(stream: Tensor, rows: Tensor, w: Weights, config: ModelConfig, num: Numerics) -> Tensor:
     """Add the gated value of the table `rows` [rows, columns, engram_head_dim] to `stream` [rows, hc, hidden]."""
-    hc, hidden = stream.shape[1:]
-    kv = w.wkv(num.fp8(rows.flatten(1))).to(num.dtype).double()
-    key, value = kv[:, : hc * hidden].unflatten(-1, (hc, hidden)), kv[:, None, hc * hidden :]
-    x = stream.double()
-    weight = w.q_weight.double() * w.k_weight.double()
-    dot = (x * weight * key).sum(-1, keepdim=True)
-    dot = dot * inverse_rms(x, config.rms_norm_eps) * inverse_rms(key, config.rms_norm_eps) * hidden**-0.5
-    gate = torch.sigmoid(dot.sign() * dot.abs().clamp(min=1e-6).sqrt())
-    return (x + gate * value).to(num.dtype)
+    key, value = project(rows, w, config, num)
+    return (stream + gate(stream, key, w, config) * value).to(num.dtype)

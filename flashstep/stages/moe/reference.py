@@ -30,7 +30,7 @@ class Expert:
 class Weights:
     """Router and experts of one layer."""
 
-    gate: Tensor  # [experts, hidden]
+    gate: Linear  # [experts, hidden] bf16
     bias: Tensor  # [experts] f32: picks experts, does not weigh them
     experts: list[Expert]
     shared: Expert
@@ -42,7 +42,7 @@ class Weights:
     ) -> Weights:
         """Read the tensors below `prefix`."""
         return cls(
-            reader.tensor(prefix + "gate.weight"),
+            Linear.read(reader, prefix + "gate"),
             reader.tensor(prefix + "gate.bias"),
             [
                 Expert.read(reader, f"{prefix}experts.{expert}.", keep_decoded=keep_decoded)
@@ -55,37 +55,63 @@ class Weights:
 
 def route(x: Tensor, w: Weights, config: ModelConfig) -> tuple[Tensor, Tensor]:
     """Chosen experts [rows, experts_per_token], best biased score first, and their weights, float64."""
-    scores = torch.nn.functional.softplus(x.double() @ w.gate.double().T).sqrt()
-    chosen = top_k(scores + w.bias.double(), w.experts_per_token)
+    scores = torch.nn.functional.softplus(w.gate(x)).sqrt()
+    chosen = top_k(scores + w.bias, w.experts_per_token)
     weights = scores.gather(-1, chosen)
     return chosen, weights / (weights.sum(-1, keepdim=True) + 1e-20) * config.routed_scaling_factor
 
 
-def gate_up(x_fp8: Tensor, expert: Expert, weight: Tensor | None, limit: float, num: Numerics) -> Tensor:
-    """SwiGLU of `x_fp8` [rows, hidden], already quantized -> [rows, intermediate].
+@dataclass
+class Visits:
+    """Which rows visit which experts, sorted by expert, so that each expert's products run once for all its rows."""
 
-    The gate branch is clamped from above, the up branch on both sides. The route `weight` [rows, 1] multiplies here,
-    before the rounding in front of the down product, not the expert's output.
+    order: Tensor  # [visits] int64: place of each visit in `chosen.flatten()`
+    rows: Tensor  # [visits] int64
+    experts: list[int]  # the experts that are visited
+    counts: list[int]  # how many visits each of them has
+
+    @classmethod
+    def of(cls, chosen: Tensor) -> Visits:
+        """The visits of `chosen` [rows, experts_per_token]."""
+        flat = chosen.flatten()
+        order = flat.argsort(stable=True)
+        experts, counts = flat.unique(return_counts=True)
+        return cls(order, order // chosen.shape[1], experts.tolist(), counts.tolist())
+
+
+def products(x: Tensor, weights: list[Linear], counts: list[int]) -> Tensor:
+    """Runs of `counts` rows of `x` [visits, inputs], each times its own weight: [visits, outputs] float64."""
+    return torch.cat([weight(part) for weight, part in zip(weights, x.split(counts), strict=True)])
+
+
+def gate_up(
+    x_fp8: Tensor, experts: list[Expert], visits: Visits, weights: Tensor | None, limit: float, num: Numerics
+) -> Tensor:
+    """SwiGLU of the visiting rows of `x_fp8` [rows, hidden], already quantized -> [visits, intermediate].
+
+    The gate branch is clamped from above, the up branch on both sides. The route `weights` [rows, experts_per_token]
+    (None: 1) multiply here, before the rounding in front of the down product, not the experts' outputs.
     """
-    gate = expert.w1(x_fp8).to(num.dtype).double().clamp(max=limit)
-    up = expert.w3(x_fp8).to(num.dtype).double().clamp(-limit, limit)
-    hidden = torch.nn.functional.silu(gate) * up
-    return (hidden if weight is None else hidden * weight).to(num.dtype)
+    x = x_fp8[visits.rows]
+    gate = products(x, [experts[i].w1 for i in visits.experts], visits.counts).to(num.dtype).double()
+    up = products(x, [experts[i].w3 for i in visits.experts], visits.counts).to(num.dtype).double()
+    hidden = torch.nn.functional.silu(gate.clamp_(max=limit)) * up.clamp_(-limit, limit)
+    if weights is not None:
+        hidden *= weights.flatten()[visits.order, None]
+    return hidden.to(num.dtype)
 
 
-def down(hidden: Tensor, expert: Expert, num: Numerics) -> Tensor:
-    """The down product of `hidden` [rows, intermediate] -> [rows, hidden]."""
-    return expert.w2(num.fp8(hidden)).to(num.dtype)
+def down(hidden: Tensor, experts: list[Expert], visits: Visits, num: Numerics) -> Tensor:
+    """The down products of `hidden` [visits, intermediate] -> [visits, hidden]."""
+    return products(num.fp8(hidden), [experts[i].w2 for i in visits.experts], visits.counts).to(num.dtype)
 
 
 def moe(x: Tensor, w: Weights, config: ModelConfig, num: Numerics) -> Tensor:
     """Routed experts plus the shared one: [rows, hidden] -> [rows, hidden]; one rounding of the sum."""
     chosen, weights = route(x, w, config)
-    x_fp8 = num.fp8(x)
-    total = down(gate_up(x_fp8, w.shared, None, config.swiglu_limit, num), w.shared, num).double()
-    for expert_id in chosen.unique().tolist():
-        rows, place = torch.where(chosen == expert_id)
-        expert = w.experts[expert_id]
-        hidden = gate_up(x_fp8[rows], expert, weights[rows, place, None], config.swiglu_limit, num)
-        total.index_add_(0, rows, down(hidden, expert, num).double())
-    return total.to(num.dtype)
+    x_fp8, limit = num.fp8(x), config.swiglu_limit
+    everyone = Visits.of(torch.zeros_like(chosen[:, :1]))
+    total = down(gate_up(x_fp8, [w.shared], everyone, None, limit, num), [w.shared], everyone, num).double()
+    visits = Visits.of(chosen)
+    routed = down(gate_up(x_fp8, w.experts, visits, weights, limit, num), w.experts, visits, num)
+    return total.index_add_(0, visits.rows, routed.double()).to(num.dtype)
