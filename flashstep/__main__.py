@@ -40,9 +40,13 @@ def _generate(args: argparse.Namespace) -> int:
 
 
 def _info(args: argparse.Namespace) -> int:
-    from flashstep.info import print_info
+    from flashstep.info import print_info, read_info
 
-    print_info(_model_path(args.model), as_json=args.json)
+    path = _model_path(args.model)
+    if args.json:
+        print(json.dumps(read_info(path, world=args.world).as_dict(), indent=2))
+    else:
+        print_info(path, world=args.world)
     return 0
 
 
@@ -93,6 +97,7 @@ def _parser() -> argparse.ArgumentParser:
 
     info = _command(commands, "info", _info, "roles, sizes and bytes of a model directory or a bare config.json")
     info.add_argument("model", nargs="?", metavar="PATH", help="model directory or config.json (default: bundled)")
+    info.add_argument("--world", type=int, metavar="N", help="ranks that the step's bytes are shown for (default: 4)")
     info.add_argument("--json", action="store_true", help="print JSON")
 
     doctor = _command(commands, "doctor", _doctor, "what this machine can run, and why not more")

@@ -154,6 +154,8 @@ class Engine:
         try:
             while True:
                 result = self.step([request])[0]
+                if result.error is not None:
+                    raise result.error
                 if not result.tokens:
                     continue
                 now = time.perf_counter()

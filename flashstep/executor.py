@@ -8,9 +8,9 @@ row counts. Stop conditions are the engine's.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -18,14 +18,27 @@ from torch import Tensor
 from flashstep.draft import Draft
 from flashstep.model import Model
 from flashstep.stages.accept import reference as sampling
-from flashstep.stages.accept.reference import SamplingParams
-from flashstep.state import Rows, State
+from flashstep.stages.accept.reference import Accepted, SamplingError, SamplingParams
+from flashstep.state import Rows, Span, State
 
 Rule = Literal["standard", "block", "synthetic"]
 RULES: tuple[Rule, ...] = ("standard", "block", "synthetic")
 
 
-@dataclass
+class Constraint(Protocol):
+    """What a request may write beyond its sampling parameters: a grammar, a minimum length."""
+
+    def allowed(self, drafts: Sequence[int]) -> Tensor:
+        """[len(drafts) + 1, vocab] bool: the tokens allowed behind the request's text and each prefix of `drafts`.
+
+        Rows behind a draft that is itself not allowed are never reached and may hold anything but an empty row.
+        """
+
+    def advance(self, tokens: Sequence[int]) -> None:
+        """`tokens` have become part of the request's text."""
+
+
+@dataclass(eq=False)
 class Request:
     """One request as the step sees it."""
 
@@ -34,18 +47,20 @@ class Request:
     params: SamplingParams
     seed: int  # of the random numbers; the engine chooses one where the user gave none
     vocab_size: int
+    constraint: Constraint | None = None
     prompt_length: int = field(init=False)
     computed: int = 0  # positions whose caches are written and committed
     drafts: list[int] = field(default_factory=list)  # proposed behind the last token
-    draft_probs: list[Tensor] = field(default_factory=list)  # [vocab] f64 each: what the drafts were drawn from
-    counts: Tensor = field(init=False)  # [vocab] int64: occurrences in the generated tokens
-    prompt_mask: Tensor = field(init=False)  # [vocab] bool: tokens of the prompt
+    draft_probs: Tensor | None = None  # [drafts, vocab] f64: what the drafts were drawn from
+    counts: Tensor | None = field(init=False, default=None)  # [vocab] int64: occurrences in the generated tokens
+    prompt_mask: Tensor | None = field(init=False, default=None)  # [vocab] bool: tokens of the prompt
 
     def __post_init__(self) -> None:
         self.prompt_length = len(self.tokens)
-        self.counts = torch.zeros(self.vocab_size, dtype=torch.int64)
-        self.prompt_mask = torch.zeros(self.vocab_size, dtype=torch.bool)
-        self.prompt_mask[self.tokens] = True
+        if self.params.penalizes:
+            self.counts = torch.zeros(self.vocab_size, dtype=torch.int64)
+            self.prompt_mask = torch.zeros(self.vocab_size, dtype=torch.bool)
+            self.prompt_mask[self.tokens] = True
 
     @property
     def waiting(self) -> int:
@@ -55,8 +70,10 @@ class Request:
     def add(self, tokens: Sequence[int]) -> None:
         """Append generated tokens."""
         self.tokens.extend(tokens)
-        for token in tokens:
-            self.counts[token] += 1
+        if self.counts is not None:
+            self.counts += torch.bincount(torch.tensor(tokens), minlength=self.vocab_size)
+        if self.constraint is not None:
+            self.constraint.advance(tokens)
 
 
 @dataclass(frozen=True)
@@ -65,9 +82,10 @@ class StepResult:
 
     tokens: list[int]  # new tokens: the accepted drafts, then one that the verifier drew; empty inside a prompt
     logits: Tensor  # [len(tokens), vocab] f32: the rows that decided them
-    drafted: int
-    accepted: int
+    drafted: int = 0
+    accepted: int = 0
     synthetic: bool = False
+    error: SamplingError | None = None  # nothing can be drawn for this request; its state is as before the step
 
 
 class Step:
@@ -105,16 +123,11 @@ class Step:
             None if synthetic_accepted is None else sampling.synthetic_rates(synthetic_accepted, num_speculative_tokens)
         )
 
-    def rows_needed(self, request: Request, limit: int) -> int:
-        """Rows that a step with at most `limit` prompt tokens of `request` runs, drafts included."""
-        return min(request.waiting, limit) + (len(request.drafts) if request.waiting <= limit else 0)
-
     @torch.inference_mode()
     def __call__(self, requests: Sequence[Request], limits: Sequence[int] | None = None) -> list[StepResult]:
         """Advance each request by one step; `limits` bounds the waiting tokens that each may run.
 
-        Raises `OutOfPages` before anything is changed where pages are missing, `SamplingError` where logits are not
-        finite.
+        Raises `OutOfPages` before anything but page tables is changed where pages are missing.
         """
         if limits is None:
             limits = [self.state.rows_per_request - self.num_speculative_tokens] * len(requests)
@@ -128,99 +141,187 @@ class Step:
         rows = Rows.of(parts, self.model.device)
         output = self.model.forward(self.state, rows)
 
-        results: list[StepResult] = []
+        complete = [
+            (request, span)
+            for request, span in zip(requests, rows.spans, strict=True)
+            if span.end - span.first >= request.waiting
+        ]
+        decided = self._decide(complete, output.hidden)
+        nothing = StepResult([], output.hidden.new_empty(0, self.model.config.vocab_size, dtype=torch.float32))
         committed: list[int] = []  # rows of this forward
-        drafting: list[Request] = []
         for request, span in zip(requests, rows.spans, strict=True):
-            count = span.end - span.first
-            if count < request.waiting:  # inside a prompt: everything that ran is committed
-                committed += range(span.first, span.end)
-                request.computed += count
-                results.append(StepResult([], output.hidden.new_empty(0, request.vocab_size), 0, 0))
+            result = decided.get(request)
+            if result is not None and result.error is not None:
                 continue
-            result = self._accept(request, output.hidden[span.end - len(request.drafts) - 1 : span.end])
-            committed += range(span.first, span.end - len(request.drafts) + result.accepted)
-            request.computed = request.computed + count - len(request.drafts) + result.accepted
-            request.add(result.tokens)
-            request.drafts, request.draft_probs = [], []
-            results.append(result)
-            drafting.append(request)
+            # Inside a prompt everything that ran is committed; else all but the drafts that fell.
+            end = span.end if result is None else span.end - result.drafted + result.accepted
+            committed += range(span.first, end)
+            request.computed += end - span.first
+            if result is not None:
+                request.add(result.tokens)
+                request.drafts, request.draft_probs = [], None
         if self.draft is not None and self.num_speculative_tokens:
-            index = torch.tensor(committed, device=self.model.device)
+            index = torch.tensor(committed, dtype=torch.int64, device=self.model.device)
             kept = Rows(rows.tokens[index], rows.positions[index], rows.slots[index], ())
             self.draft.observe(self.state, kept, output.taps[index])
-            self._propose([r for r in drafting if self._room(r)])
+            self._propose([request for request, _ in complete if decided[request].error is None])
+        return [decided.get(request, nothing) for request in requests]
+
+    # -- deciding -------------------------------------------------------------------------------------------------
+
+    def _decide(self, complete: Sequence[tuple[Request, Span]], hidden: Tensor) -> dict[Request, StepResult]:
+        """Accept drafts and draw tokens for requests whose last token has run; `hidden` [rows, hidden] of all rows."""
+        if not complete:
+            return {}
+        counts = [len(request.drafts) + 1 for request, _ in complete]
+        index = torch.cat([torch.arange(span.end - n, span.end) for (_, span), n in zip(complete, counts, strict=True)])
+        logits = dict(
+            zip(
+                (request for request, _ in complete),
+                self.model.logits(hidden[index.to(hidden.device)]).cpu().split(counts),
+                strict=True,
+            )
+        )
+        probs: dict[Request, Tensor] = {}
+        results: dict[Request, StepResult] = {}
+        for group in _alike(logits):
+            try:
+                found = self._probabilities(group, torch.cat([logits[r] for r in group]))
+                probs |= zip(group, found.split([len(logits[r]) for r in group]), strict=True)
+            except SamplingError:  # one request's fault is not its neighbours': find out whose it is
+                for request in group:
+                    try:
+                        probs[request] = self._probabilities([request], logits[request])
+                    except SamplingError as error:
+                        results[request] = StepResult([], logits[request][:0], error=error)
+        for greedy in (True, False):
+            group = [request for request in probs if (request.params.temperature == 0) == greedy]
+            if group:
+                accepted = self._accept(group, [probs[request] for request in group], greedy=greedy)
+                for i, request in enumerate(group):
+                    count = int(accepted.num_accepted[i])
+                    results[request] = StepResult(
+                        accepted.tokens[i, : count + 1].tolist(),
+                        logits[request][: count + 1],
+                        len(request.drafts),
+                        count,
+                        accepted.synthetic,
+                    )
         return results
 
-    def _room(self, request: Request) -> int:
-        """Drafts that still fit in front of the end of the model's context."""
-        return self.model.config.max_position_embeddings - len(request.tokens)
+    def _probabilities(self, group: Sequence[Request], logits: Tensor) -> Tensor:
+        """p of the rows [rows, vocab] of requests with equal parameters, request after request."""
+        counts = prompt_mask = allowed = None
+        if group[0].params.penalizes:
+            counts = torch.cat([sampling.row_counts(_tensor(r.counts), torch.tensor(r.drafts).long()) for r in group])
+            prompt_mask = torch.cat([_tensor(r.prompt_mask).expand(len(r.drafts) + 1, -1) for r in group])
+        if group[0].constraint is not None:
+            allowed = torch.cat([r.constraint.allowed(r.drafts) for r in group if r.constraint is not None])
+        return sampling.probabilities(logits, group[0].params, counts=counts, prompt_mask=prompt_mask, allowed=allowed)
 
-    def _accept(self, request: Request, hidden: Tensor) -> StepResult:
-        """Decide over the drafts of `request`; `hidden` [drafts + 1, hidden] are the rows from its last token on."""
-        logits = self.model.logits(hidden).cpu()
-        drafts = torch.tensor(request.drafts, dtype=torch.int64)
-        p = sampling.probabilities(
-            logits,
-            request.params,
-            counts=sampling.row_counts(request.counts, drafts),
-            prompt_mask=request.prompt_mask,
+    def _accept(self, group: Sequence[Request], probs: Sequence[Tensor], *, greedy: bool) -> Accepted:
+        """Decide over the drafts of `group`, of which each has its own number; `probs` [drafts + 1, vocab] each."""
+        numbers = torch.tensor([len(request.drafts) for request in group])
+        longest, vocab = int(numbers.max()), probs[0].shape[-1]
+        p = torch.zeros(len(group), longest + 1, vocab, dtype=torch.float64)
+        q = torch.zeros(len(group), longest, vocab, dtype=torch.float64)
+        drafts = torch.zeros(len(group), longest, dtype=torch.int64)
+        for i, request in enumerate(group):
+            p[i, : len(probs[i])] = probs[i]
+            if request.drafts:
+                q[i, : len(request.drafts)] = _tensor(request.draft_probs)
+                drafts[i, : len(request.drafts)] = torch.tensor(request.drafts)
+        seeds = torch.tensor([request.seed for request in group])
+        positions = torch.tensor([len(request.tokens) for request in group])
+        if self.rates is not None:
+            return sampling.accept_synthetic(
+                target_probs=p,
+                draft_ids=drafts,
+                seeds=seeds,
+                positions=positions,
+                rates=self.rates[:longest],
+                num_drafts=numbers,
+            )
+        if greedy:
+            return sampling.accept_greedy(target_probs=p, draft_ids=drafts, num_drafts=numbers)
+        assert self.rule != "synthetic"
+        return sampling.accept(
+            target_probs=p,
+            draft_probs=q,
+            draft_ids=drafts,
+            seeds=seeds,
+            positions=positions,
+            rule=self.rule,
+            num_drafts=numbers,
         )
-        q = torch.stack(request.draft_probs) if request.drafts else p.new_empty(0, request.vocab_size)
-        seeds, positions = torch.tensor([request.seed]), torch.tensor([len(request.tokens)])
-        if self.rule == "synthetic":
-            assert self.rates is not None
-            accepted = sampling.accept_synthetic(
-                target_probs=p[None],
-                draft_ids=drafts[None],
-                seeds=seeds,
-                positions=positions,
-                rates=self.rates[: len(request.drafts)],
-            )
-        elif request.params.temperature == 0:
-            accepted = sampling.accept_greedy(target_probs=p[None], draft_ids=drafts[None])
-        else:
-            accepted = sampling.accept(
-                target_probs=p[None],
-                draft_probs=q[None],
-                draft_ids=drafts[None],
-                seeds=seeds,
-                positions=positions,
-                rule=self.rule,
-            )
-        count = int(accepted.num_accepted[0])
-        tokens = accepted.tokens[0, : count + 1].tolist()
-        return StepResult(tokens, logits[: count + 1], len(request.drafts), count, accepted.synthetic)
+
+    # -- drafting -------------------------------------------------------------------------------------------------
 
     def _propose(self, requests: Sequence[Request]) -> None:
-        """Draft a block behind the last token of each request."""
+        """Draft a block behind the last token of each request that has room for one."""
+        limit = self.model.config.max_position_embeddings
+        requests = [request for request in requests if len(request.tokens) < limit]
         if not requests:
             return
         assert self.draft is not None
-        device = self.model.device
+        device, vocab = self.model.device, self.model.config.vocab_size
         slots = torch.tensor([r.slot for r in requests], device=device)
-        last = torch.tensor([len(r.tokens) - 2 for r in requests], device=device)
+        starts = torch.tensor([len(r.tokens) for r in requests])  # the position that the coming step decides first
         anchors = torch.tensor([r.tokens[-1] for r in requests], device=device)
-        counts = [r.counts.clone() for r in requests]
+        seeds = torch.tensor([r.seed for r in requests])
+        place_of = {request: i for i, request in enumerate(requests)}
+        groups = [(group, torch.tensor([place_of[r] for r in group])) for group in _alike(requests)]
+        drafted: list[Tensor] = []
+        distributions: list[Tensor] = []
 
         def pick(place: int, logits: Tensor) -> Tensor:
-            chosen = []
-            for i, request in enumerate(requests):
-                start = len(request.tokens)  # the position that the coming step decides first
-                q, token = sampling.draft_token(
-                    logits[i].cpu(),
-                    request.params,
-                    counts=counts[i],
-                    prompt_mask=request.prompt_mask,
-                    seed=request.seed,
-                    start=start,
-                    position=start + place,
+            q = torch.empty(len(requests), vocab, dtype=torch.float64)
+            tokens = torch.empty(len(requests), dtype=torch.int64)
+            for group, at in groups:
+                before = torch.stack(drafted, dim=1)[at] if drafted else torch.empty(len(group), 0, dtype=torch.int64)
+                counts = prompt_mask = allowed = None
+                if group[0].params.penalizes:
+                    rows = zip(group, before, strict=True)
+                    counts = torch.stack([sampling.row_counts(_tensor(r.counts), row)[-1] for r, row in rows])
+                    prompt_mask = torch.stack([_tensor(r.prompt_mask) for r in group])
+                if group[0].constraint is not None:
+                    allowed = torch.stack(
+                        [
+                            r.constraint.allowed(row)[-1]
+                            for r, row in zip(group, before.tolist(), strict=True)
+                            if r.constraint is not None
+                        ]
+                    )
+                q[at], tokens[at] = sampling.draft_tokens(
+                    logits.cpu()[at],
+                    group[0].params,
+                    seeds=seeds[at],
+                    starts=starts[at],
+                    positions=starts[at] + place,
+                    counts=counts,
+                    prompt_mask=prompt_mask,
+                    allowed=allowed,
                 )
-                counts[i][token] += 1
-                if place < self._room(request):
-                    request.drafts.append(token)
-                    request.draft_probs.append(q)
-                chosen.append(token)
-            return torch.tensor(chosen, device=device)
+            drafted.append(tokens)
+            distributions.append(q)
+            return tokens.to(device)
 
-        self.draft.propose(self.state, slots, last, anchors, pick, self.num_speculative_tokens)
+        self.draft.propose(self.state, slots, starts.to(device) - 2, anchors, pick, self.num_speculative_tokens)
+        tokens, q = torch.stack(drafted, dim=1), torch.stack(distributions, dim=1)
+        for i, request in enumerate(requests):
+            room = limit - len(request.tokens)  # in front of the end of the model's context
+            request.drafts = tokens[i, :room].tolist()
+            request.draft_probs = q[i, :room]
+
+
+def _alike(requests: Iterable[Request]) -> list[list[Request]]:
+    """Requests that can share one call: equal parameters, and all or none of them constrained."""
+    groups: dict[tuple[SamplingParams, bool], list[Request]] = {}
+    for request in requests:
+        groups.setdefault((request.params, request.constraint is not None), []).append(request)
+    return list(groups.values())
+
+
+def _tensor(value: Tensor | None) -> Tensor:
+    assert value is not None, "set for every request that needs it"
+    return value

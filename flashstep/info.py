@@ -6,9 +6,10 @@ and on a bare `config.json`, since all sizes follow from the configuration.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -27,6 +28,7 @@ from flashstep.bytes import (
 )
 from flashstep.checkpoint import Checkpoint
 from flashstep.config import ConfigError, ModelConfig
+from flashstep.terminal import wide_console
 
 WORLDS = (1, 2, 4, 8)
 READ_TB_S = 4.6  # measured read ceiling of an H200, section 3 of the design
@@ -61,6 +63,16 @@ class Info:
     distinct_experts: float
     stages: list[StageBytes]
     state_read_bytes: dict[int, float]  # by context length
+
+    def as_dict(self) -> dict[str, Any]:
+        """Everything as JSON holds it."""
+        record = {f.name: getattr(self, f.name) for f in fields(self)}
+        record["config"] = asdict(self.config)
+        record["checkpoint"] = str(self.checkpoint.path) if self.checkpoint else None
+        for name in ("layers", "memory", "stages"):
+            record[name] = [asdict(part) for part in record[name]]
+        record["sizes"] = {kind: asdict(size) for kind, size in self.sizes.items()}
+        return record | {"step_bytes": self.step_bytes}
 
     @property
     def step_bytes(self) -> float:
@@ -100,16 +112,21 @@ def describe(config: ModelConfig, checkpoint: Checkpoint | None = None, *, world
     )
 
 
+def read_info(path: Path | str, *, world: int | None = None) -> Info:
+    """The figures of `path`, a checkpoint directory or a `config.json`. Raises what opening it raises."""
+    path = Path(path)
+    weights = path.is_dir() and any(path.glob("*.safetensors*"))
+    checkpoint = Checkpoint.open(path) if weights else None
+    return describe(checkpoint.config if checkpoint else ModelConfig.from_file(path), checkpoint, world=world)
+
+
 def print_info(
     path: Path | str, *, tb_s: float = READ_TB_S, world: int | None = None, console: Console | None = None
 ) -> None:
     """Print what `path`, a checkpoint directory or a `config.json`, holds and needs. Raises what opening it raises."""
-    path = Path(path)
-    config = ModelConfig.from_file(path)
-    weights = path.is_dir() and any(path.glob("*.safetensors*"))
-    checkpoint = Checkpoint.open(path) if weights else None
-    info = describe(config, checkpoint, world=world)
-    console = console or Console()
+    info = read_info(path, world=world)
+    config, checkpoint = info.config, info.checkpoint
+    console = console or wide_console()
     if checkpoint:
         console.print(f"{path}: complete, {len(checkpoint.names()):,} tensors, {len(checkpoint.ignored_names)} ignored")
     else:

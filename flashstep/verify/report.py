@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
+from flashstep.terminal import wide_console
 from flashstep.verify.tolerances import MEASURES, Tolerance
 
 
@@ -109,7 +110,7 @@ class Report:
 
 def print_report(report: Report, console: Console | None = None) -> None:
     """Print the largest error of each quantity beside its tolerance, then failures, notes and the verdict."""
-    console = console or Console()
+    console = console or wide_console()
     table = Table(title=f"{report.directory}: backend {report.backend}", title_justify="left")
     for heading in ("quantity", "mode", "compared", "largest error", "tolerance", "worst in", ""):
         table.add_column(heading, overflow="fold")

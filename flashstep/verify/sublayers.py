@@ -23,6 +23,7 @@ from flashstep.verify.tolerances import (
     BF16,
     CACHE,
     DRAFT_LOGITS,
+    ENGRAM_GATE,
     EXACT,
     F32,
     FFN,
@@ -61,7 +62,7 @@ class Layers:
             before = "layer.0.stream_in" if number == 0 else f"layer.{number - 1}.stream_out"
             if layer.engram is not None:
                 v.check(name + "stream_engram", lambda n=number, b=before: self._engram(n, v[b])[0], BF16)
-                v.check(name + "engram_gate", lambda n=number, b=before: self._engram(n, v[b])[1], F32)
+                v.check(name + "engram_gate", lambda n=number, b=before: self._engram(n, v[b])[1], ENGRAM_GATE)
                 before = name + "stream_engram"
             with v.needed_for(name + "attn_in"):
                 self._sublayers(number, layer.block, before)

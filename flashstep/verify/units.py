@@ -21,7 +21,7 @@ from flashstep.state import State
 from flashstep.tiny import small_config
 from flashstep.verify.backends import Backend
 from flashstep.verify.files import Vectors
-from flashstep.verify.tolerances import BF16, EXACT, F32, GATE, MOE, MOE_F32, SCORES_BF16
+from flashstep.verify.tolerances import BF16, ENGRAM_GATE, EXACT, F32, GATE, MOE, MOE_F32, SCORES_BF16
 
 BF16_NUM = Numerics()
 F32_NUM = Numerics(torch.float32)
@@ -378,7 +378,7 @@ def engram(u: Unit) -> None:
             if not end:
                 key, _ = stage.project(rows, weights, config, BF16_NUM)
                 gate = stage.gate(v["stream"], key, weights, config).squeeze(-1)
-                v.check("gate", lambda got=gate: got, F32)
+                v.check("gate", lambda got=gate: got, ENGRAM_GATE)
 
 
 def _history(ids: Tensor, text: Tensor, pad: Tensor, size: int) -> Tensor:

@@ -89,6 +89,11 @@ class SamplingParams:
         # A copy: the caller's dictionary may change later. Not a proxy, because those cannot be sent to other ranks.
         object.__setattr__(self, "logit_bias", {token: float(bias) for token, bias in self.logit_bias.items()})
 
+    @property
+    def penalizes(self) -> bool:
+        """Whether the tokens written so far, or those of the prompt, change the logits."""
+        return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
+
     @classmethod
     def from_fields(cls, given: Mapping[str, Any]) -> SamplingParams:
         """Parameters from names and values; unknown names are reported together with invalid values."""
@@ -224,15 +229,16 @@ def probabilities(
     logits: Tensor,
     params: SamplingParams,
     *,
-    counts: Tensor,
-    prompt_mask: Tensor,
+    counts: Tensor | None = None,
+    prompt_mask: Tensor | None = None,
     allowed: Tensor | None = None,
 ) -> Tensor:
     """The distributions from which a request's tokens are drawn: p of verified rows, and likewise q of draft rows.
 
-    logits: [rows, vocab] f32. counts: [rows, vocab] int64, see `row_counts`. prompt_mask: [vocab] bool, tokens that
-    the prompt contains. allowed: [rows, vocab] bool, what the caller's own rules leave (an EOS held back by a minimum
-    length, a grammar); None allows all. Returns [rows, vocab] f64 with rows that sum to 1.
+    logits: [rows, vocab] f32. counts: [rows, vocab] int64, see `row_counts`. prompt_mask: [vocab] or [rows, vocab]
+    bool, tokens that the prompt contains. Both are needed where `params.penalizes` and ignored elsewhere.
+    allowed: [rows, vocab] bool, what the caller's own rules leave (an EOS held back by a minimum length, a grammar);
+    None allows all. Returns [rows, vocab] f64 with rows that sum to 1.
 
     Order: repetition penalty, frequency and presence penalty, logit bias, `allowed`; for temperature 0 then the
     one-hot of the maximum, otherwise temperature, top-k, top-p (of the mass that top-k left), min-p.
@@ -242,18 +248,20 @@ def probabilities(
     top-p those with less than top_p of the mass before them (so always the first). Min-p keeps all that are level with
     its bound. Greedy takes the first.
 
-    Raises SamplingError naming the rows if a logit is not finite or if no token is allowed, ValueError for shapes or
-    for a bias outside the vocabulary.
+    Raises SamplingError naming the rows if a logit is not finite or if no token is allowed, ValueError for shapes,
+    for missing counts or for a bias outside the vocabulary.
     """
     rows, vocab = logits.shape
-    _require_shape("counts", counts, (rows, vocab))
-    _require_shape("prompt_mask", prompt_mask, (vocab,))
     non_finite = ~torch.isfinite(logits).all(dim=-1)
     if non_finite.any():
         raise SamplingError("non-finite logits", non_finite)
 
     scores = logits.double()
-    if params.repetition_penalty != 1 or params.frequency_penalty or params.presence_penalty:
+    if params.penalizes:
+        if counts is None or prompt_mask is None:
+            raise ValueError("counts and prompt_mask: found none, wanted both for parameters with penalties")
+        _require_shape("counts", counts, (rows, vocab))
+        _require_shape("prompt_mask", prompt_mask, (vocab,) if prompt_mask.dim() == 1 else (rows, vocab))
         scores = _penalize(scores, params, counts, prompt_mask)
     if params.logit_bias:
         scores = scores + _bias(params, vocab, logits.device)
@@ -328,31 +336,28 @@ def sample(weights: Tensor, u: Tensor) -> Tensor:
     return (weights / best / -torch.log1p(-u)).argmax(dim=-1)
 
 
-def draft_token(
+def draft_tokens(
     logits: Tensor,
     params: SamplingParams,
     *,
-    counts: Tensor,
-    prompt_mask: Tensor,
-    seed: int,
-    start: int,
-    position: int,
+    seeds: Tensor,
+    starts: Tensor,
+    positions: Tensor,
+    counts: Tensor | None = None,
+    prompt_mask: Tensor | None = None,
     allowed: Tensor | None = None,
-) -> tuple[Tensor, int]:
-    """One step of the draft chain: the distribution q of a draft row and the token drawn from it.
+) -> tuple[Tensor, Tensor]:
+    """One step of the draft chain for requests with equal parameters: q of their draft rows and the tokens drawn.
 
-    Shapes are those of one row: logits [vocab] f32, counts [vocab] int64, prompt_mask and allowed [vocab] bool.
-    start: position of the first token that the coming verification decides; position: of this draft.
-    Returns (q [vocab] f64, token). q is what `accept` must be given: it is exact for any q, provided that the draft
-    was drawn from it. Raises as `probabilities`.
+    seeds, starts, positions: [requests] int64; starts: position of the first token that the coming verification
+    decides; positions: of this draft. The others as for `probabilities`, with a row per request.
+    Returns (q [requests, vocab] f64, tokens [requests]). q is what `accept` must be given: it is exact for any q,
+    provided that the draft was drawn from it. Raises as `probabilities`.
     """
-    row_allowed = None if allowed is None else allowed[None]
-    q = probabilities(logits[None], params, counts=counts[None], prompt_mask=prompt_mask, allowed=row_allowed)
+    q = probabilities(logits, params, counts=counts, prompt_mask=prompt_mask, allowed=allowed)
     if params.temperature == 0:  # the one-hot's own token, without the random numbers that could not change it
-        return q[0], int(q[0].argmax())
-    key = torch.tensor([[seed], [start], [position]], device=logits.device)
-    token = sample(q, uniform(key[0], key[1], key[2], Purpose.DRAFT, q.shape[-1]))
-    return q[0], int(token)
+        return q, q.argmax(dim=-1)
+    return q, sample(q, uniform(seeds, starts, positions, Purpose.DRAFT, q.shape[-1]))
 
 
 # --- acceptance ---
@@ -444,17 +449,25 @@ def accept(
     return Accepted(num_accepted, _deliver(draft_ids, num_accepted, token))
 
 
-def accept_greedy(*, target_probs: Tensor, draft_ids: Tensor) -> Accepted:
+def accept_greedy(*, target_probs: Tensor, draft_ids: Tensor, num_drafts: Tensor | None = None) -> Accepted:
     """What `accept` delivers by either rule where p is one-hot, without the random numbers that could not change it.
 
-    target_probs: [requests, k + 1, vocab], one-hot rows. draft_ids: [requests, k] int64. Raises ValueError for shapes.
+    target_probs: [requests, k + 1, vocab], one-hot rows. draft_ids: [requests, k] int64. num_drafts as for `accept`.
+    Raises ValueError for shapes.
     """
     requests, rows, _ = target_probs.shape
     _require_shape("draft_ids", draft_ids, (requests, rows - 1))
     best = target_probs.argmax(dim=-1)
-    num_accepted = (best[:, :-1] == draft_ids).cumprod(dim=-1).sum(dim=-1)
+    stands = (best[:, :-1] == draft_ids) & _is_drafted(draft_ids, num_drafts)
+    num_accepted = stands.cumprod(dim=-1).sum(dim=-1)
     token = best.gather(-1, num_accepted[:, None])[:, 0]
     return Accepted(num_accepted, _deliver(draft_ids, num_accepted, token))
+
+
+def _is_drafted(draft_ids: Tensor, num_drafts: Tensor | None) -> Tensor:
+    """[requests, k] bool (or a row that broadcasts to it): which of the drafts there are."""
+    rank = torch.arange(draft_ids.shape[1], device=draft_ids.device)
+    return rank >= 0 if num_drafts is None else rank < num_drafts[:, None]
 
 
 def _block_rule(
@@ -526,7 +539,13 @@ def synthetic_rates(mean_accepted_drafts: float, k: int) -> tuple[float, ...]:
 
 
 def accept_synthetic(
-    *, target_probs: Tensor, draft_ids: Tensor, seeds: Tensor, positions: Tensor, rates: tuple[float, ...]
+    *,
+    target_probs: Tensor,
+    draft_ids: Tensor,
+    seeds: Tensor,
+    positions: Tensor,
+    rates: tuple[float, ...],
+    num_drafts: Tensor | None = None,
 ) -> Accepted:
     """Accept drafts by a schedule, regardless of p. For timing alone; the result is marked synthetic.
 
@@ -540,7 +559,7 @@ def accept_synthetic(
         raise ValueError(f"rates: found {rates}, wanted {k} numbers in [0, 1]")
     rank = torch.arange(k, device=draft_ids.device)
     u = uniform(seeds[:, None], positions[:, None], positions[:, None] + rank, Purpose.ACCEPT, 1)[..., 0]
-    stands = u < torch.tensor(rates, dtype=torch.float64, device=u.device)
+    stands = (u < torch.tensor(rates, dtype=torch.float64, device=u.device)) & _is_drafted(draft_ids, num_drafts)
     num_accepted = stands.cumprod(dim=-1).sum(dim=-1)
     p_next = target_probs[torch.arange(requests, device=draft_ids.device), num_accepted]
     token = sample(p_next, uniform(seeds, positions, positions + num_accepted, Purpose.BONUS, vocab))

@@ -14,8 +14,9 @@ from flashstep.stages.accept.reference import (
     SamplingError,
     SamplingParams,
     accept,
+    accept_greedy,
     accept_synthetic,
-    draft_token,
+    draft_tokens,
     philox,
     probabilities,
     row_counts,
@@ -707,17 +708,17 @@ def speculate(target_logits, params, k, rule, length):
         q_rows, drafts = [], []
         for i in range(k):
             own_counts = row_counts(counts, torch.tensor(drafts, dtype=torch.int64))[-1]
-            q, token = draft_token(
-                draft_logits[start + i],
+            q, token = draft_tokens(
+                draft_logits[start + i : start + i + 1],
                 params,
-                counts=own_counts,
+                counts=own_counts[None],
                 prompt_mask=prompt,
-                seed=seed,
-                start=start,
-                position=start + i,
+                seeds=torch.tensor([seed]),
+                starts=torch.tensor([start]),
+                positions=torch.tensor([start + i]),
             )
-            q_rows.append(q)
-            drafts.append(token)
+            q_rows.append(q[0])
+            drafts.append(int(token))
         draft_ids = torch.tensor(drafts, dtype=torch.int64)
         rows = target_logits[start : start + k + 1]
         p = probabilities(rows, params, counts=row_counts(counts, draft_ids), prompt_mask=prompt)
@@ -733,35 +734,43 @@ def speculate(target_logits, params, k, rule, length):
     return text[:length]
 
 
-def test_draft_token_draws_from_the_q_it_reports():
-    logits, zeros = random_logits(1)[0], torch.zeros(VOCAB, dtype=torch.int64)
+def test_draft_tokens_are_drawn_from_the_q_that_is_reported():
+    logits, runs = random_logits(1)[:1].expand(2_000, -1), 2_000
     params = SamplingParams(top_k=3, temperature=1.5)
-    drawn = [
-        draft_token(logits, params, counts=zeros, prompt_mask=zeros.bool(), seed=s, start=4, position=6)
-        for s in range(2_000)
-    ]
-    q = drawn[0][0]
-    assert torch.equal(q, distributions(logits[None], params)[0])
-    observed = np.bincount([token for _, token in drawn], minlength=VOCAB)
-    seen = (q > 0).numpy()
+    start, position = torch.full((runs,), 4), torch.full((runs,), 6)
+    q, drawn = draft_tokens(logits, params, seeds=torch.arange(runs), starts=start, positions=position)
+    assert torch.equal(q, distributions(logits, params))
+    observed = np.bincount(drawn.numpy(), minlength=VOCAB)
+    seen = (q[0] > 0).numpy()
     assert observed[~seen].sum() == 0
-    assert stats.chisquare(observed[seen], (q * 2_000).numpy()[seen]).pvalue > CORRECT_ABOVE
+    assert stats.chisquare(observed[seen], (q[0] * runs).numpy()[seen]).pvalue > CORRECT_ABOVE
 
 
-def test_draft_token_allowed():
-    zeros, allowed = torch.zeros(VOCAB, dtype=torch.int64), torch.tensor([False, False, True, False])
-    q, token = draft_token(
-        random_logits(1)[0],
-        SamplingParams(),
-        counts=zeros,
-        prompt_mask=zeros.bool(),
-        seed=1,
-        start=0,
-        position=0,
-        allowed=allowed,
+def test_draft_tokens_keep_to_what_is_allowed():
+    allowed, zero = torch.tensor([[False, False, True, False]]), torch.zeros(1, dtype=torch.int64)
+    q, token = draft_tokens(
+        random_logits(1)[:1], SamplingParams(), seeds=zero, starts=zero, positions=zero, allowed=allowed
     )
-    assert token == 2
-    assert q.tolist() == [0, 0, 1, 0]
+    assert token.tolist() == [2]
+    assert q.tolist() == [[0, 0, 1, 0]]
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_greedy_acceptance_is_the_limit_of_both_rules(rule):
+    p = torch.nn.functional.one_hot(torch.randint(VOCAB, (500, 4)), VOCAB).double()
+    q = torch.rand(500, 3, VOCAB, dtype=torch.float64).softmax(-1)
+    drafts = torch.where(torch.rand(500, 3) < 0.7, p[:, :3].argmax(-1), torch.randint(VOCAB, (500, 3)))
+    seeds = torch.arange(500)
+    full = accept(target_probs=p, draft_probs=q, draft_ids=drafts, seeds=seeds, positions=seeds, rule=rule)
+    short = accept_greedy(target_probs=p, draft_ids=drafts)
+    assert torch.equal(full.num_accepted, short.num_accepted)
+    assert torch.equal(full.tokens, short.tokens)
+    assert 0 < int((full.num_accepted == 3).sum()) < 500
+
+
+def test_penalties_without_counts_are_refused():
+    with pytest.raises(ValueError, match="counts and prompt_mask"):
+        probabilities(random_logits(1), SamplingParams(presence_penalty=1.0))
 
 
 # --- synthetic acceptance ---
