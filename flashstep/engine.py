@@ -15,7 +15,7 @@ from typing import Literal
 from flashstep.chat import Piece, StopMatcher, StreamingDetokenizer
 from flashstep.executor import Request, Rule, Step
 from flashstep.loading import LoadedModel
-from flashstep.stages.accept.reference import SamplingParams
+from flashstep.params import SamplingParams
 from flashstep.state import State
 
 FinishReason = Literal["stop", "length"]

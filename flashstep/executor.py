@@ -17,8 +17,9 @@ from torch import Tensor
 
 from flashstep.draft import Draft
 from flashstep.model import Model
+from flashstep.params import SamplingParams
 from flashstep.stages.accept import reference as sampling
-from flashstep.stages.accept.reference import Accepted, SamplingError, SamplingParams
+from flashstep.stages.accept.reference import Accepted, SamplingError
 from flashstep.state import Rows, Span, State
 
 Rule = Literal["standard", "block", "synthetic"]

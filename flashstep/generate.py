@@ -23,7 +23,7 @@ from flashstep.chat import (
 )
 from flashstep.engine import Engine, Stats
 from flashstep.loading import BUNDLED_MODEL, LoadedModel, load
-from flashstep.stages.accept.reference import SamplingParams
+from flashstep.params import SamplingParams
 
 SYNTHETIC_NOTE = "SYNTHETIC ACCEPTANCE: drafts were taken by chance; figures are for timing, the text is worthless"
 

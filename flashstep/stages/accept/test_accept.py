@@ -6,13 +6,12 @@ import pytest
 import torch
 from scipy import stats
 
+from flashstep.params import InvalidSamplingParams, SamplingParams
 from flashstep.stages.accept import reference
 from flashstep.stages.accept.reference import (
     NO_TOKEN,
-    InvalidSamplingParams,
     Purpose,
     SamplingError,
-    SamplingParams,
     accept,
     accept_greedy,
     accept_synthetic,
