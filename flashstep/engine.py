@@ -13,9 +13,10 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from flashstep.chat import Piece, StopMatcher, StreamingDetokenizer
-from flashstep.executor import Request, Rule, Step
+from flashstep.executor import Request, Step
 from flashstep.loading import LoadedModel
 from flashstep.params import SamplingParams
+from flashstep.settings import Rule
 from flashstep.state import State
 
 FinishReason = Literal["stop", "length"]

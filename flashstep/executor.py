@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -18,12 +18,10 @@ from torch import Tensor
 from flashstep.draft import Draft
 from flashstep.model import Model
 from flashstep.params import SamplingParams
+from flashstep.settings import RULES, Rule
 from flashstep.stages.accept import reference as sampling
 from flashstep.stages.accept.reference import Accepted, SamplingError
 from flashstep.state import Rows, Span, State
-
-Rule = Literal["standard", "block", "synthetic"]
-RULES: tuple[Rule, ...] = ("standard", "block", "synthetic")
 
 
 class Constraint(Protocol):
