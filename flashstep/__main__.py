@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import io
 import json
+import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -16,13 +18,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status. 2 = wrong usage or input, 1 = a check that failed."""
     parser = _parser()
     args = parser.parse_args(argv)
+    if isinstance(sys.stdout, io.TextIOWrapper):  # what the output's encoding lacks is shown escaped, not refused
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
-        return int(args.run(args))
+        status = int(args.run(args))
+        if sys.stdout is not None:
+            sys.stdout.flush()
+        return status
     except KeyboardInterrupt:
         print("\ninterrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:  # the reader of our output has left: nothing to say, nobody to say it to
-        sys.stderr.close()
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is flushed at exit
+        return 141
+    except SystemExit:  # how rich leaves when the reader of its tables has left
         return 141
     except (ValueError, OSError) as error:  # what a user can cause; every one of our messages says what to do
         print(f"flashstep: error: {error}", file=sys.stderr)
@@ -41,8 +50,9 @@ def _generate(args: argparse.Namespace) -> int:
 
 def _info(args: argparse.Namespace) -> int:
     from flashstep.info import print_info, read_info
+    from flashstep.loading import BUNDLED_MODEL
 
-    path = _model_path(args.model)
+    path = args.model or BUNDLED_MODEL
     if args.json:
         print(json.dumps(read_info(path, world=args.world).as_dict(), indent=2))
     else:
@@ -96,7 +106,9 @@ def _parser() -> argparse.ArgumentParser:
     machine.add_argument("--max-model-len", type=int, metavar="N", help="room for context (default: the model's limit)")
 
     info = _command(commands, "info", _info, "roles, sizes and bytes of a model directory or a bare config.json")
-    info.add_argument("model", nargs="?", metavar="PATH", help="model directory or config.json (default: bundled)")
+    info.add_argument(
+        "model", nargs="?", type=_path, metavar="PATH", help="model directory or config.json (default: bundled)"
+    )
     info.add_argument("--world", type=int, metavar="N", help="ranks that the step's bytes are shown for (default: 4)")
     info.add_argument("--json", action="store_true", help="print JSON")
 
@@ -104,7 +116,7 @@ def _parser() -> argparse.ArgumentParser:
     doctor.add_argument("--json", action="store_true", help="print JSON")
 
     verify = _command(commands, "verify", _verify, "check golden vectors against an implementation")
-    verify.add_argument("directory", type=Path, metavar="DIR", help="a directory in the golden format")
+    verify.add_argument("directory", type=_path, metavar="DIR", help="a directory in the golden format")
     verify.add_argument("--backend", default="reference", metavar="NAME", help="implementation to check (%(default)s)")
     verify.add_argument("--json", action="store_true", help="print JSON")
     return parser
@@ -119,7 +131,7 @@ def _command(
 
 
 def _add_model(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", metavar="DIR", help="model directory (default: the bundled tiny model)")
+    parser.add_argument("--model", type=_path, metavar="DIR", help="model directory (default: the bundled tiny model)")
 
 
 def _add_chat(parser: argparse.ArgumentParser) -> None:
@@ -169,10 +181,10 @@ def _add_speculation(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _model_path(given: str | None) -> Path:
-    from flashstep.loading import BUNDLED_MODEL
-
-    return BUNDLED_MODEL if given is None else Path(given)
+def _path(given: str) -> Path:
+    if not given:  # an unset variable, as a rule; Path would take it for the current directory
+        raise argparse.ArgumentTypeError("the path is empty")
+    return Path(given)
 
 
 if __name__ == "__main__":

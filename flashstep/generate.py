@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import sys
 import time
@@ -20,24 +21,25 @@ from flashstep.chat import (
     ToolCallEnd,
     ToolCallStart,
     render_chat,
+    thinking_budget,
 )
 from flashstep.engine import Engine, Stats
-from flashstep.loading import BUNDLED_MODEL, LoadedModel, load
-from flashstep.params import SamplingParams
+from flashstep.loading import BUNDLED_MODEL, LoadedModel, check_device, load
+from flashstep.params import InvalidSamplingParams, SamplingParams
 
 SYNTHETIC_NOTE = "SYNTHETIC ACCEPTANCE: drafts were taken by chance; figures are for timing, the text is worthless"
 
 
 def run(args: argparse.Namespace) -> int:
     """Generate as the command line asks. Raises ValueError or OSError with a message for the user."""
-    _check(args)
-    params = _sampling_params(args)
+    params = _check(args)
+    text = _prompt_text(args)
     if args.threads:
         import torch
 
         torch.set_num_threads(args.threads)
     started = time.perf_counter()
-    loaded = load(args.model or BUNDLED_MODEL, device=args.device)
+    loaded = load(BUNDLED_MODEL if args.model is None else args.model, device=args.device)
     engine = Engine(
         loaded,
         num_speculative_tokens=0 if args.no_speculation else args.num_speculative_tokens,
@@ -45,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
         synthetic_accepted=args.synthetic_accepted,
         max_model_len=args.max_model_len,
     )
-    prompt, thinking = _prompt(args, loaded)
+    prompt, thinking = _prompt(args, text, loaded)
     parser = OutputParser(thinking=thinking, tools=False) if args.chat else None
     stats, deltas = engine.generate(
         prompt, params, max_tokens=args.max_tokens, stop=args.stop, ignore_eos=args.ignore_eos
@@ -69,34 +71,48 @@ def run(args: argparse.Namespace) -> int:
             record["reasoning"] = "".join(said["reasoning"])
         print(json.dumps(record, ensure_ascii=False, indent=2))
     else:
-        print()
+        print(flush=True)  # the text ends before the figures begin, also where both streams share a file
         print(_summary(stats, load_s, finish_reason), file=sys.stderr)
     return 0
 
 
-def _check(args: argparse.Namespace) -> None:
-    """Refuse options that contradict each other or have no effect, all in one message."""
+def _check(args: argparse.Namespace) -> SamplingParams:
+    """The sampling parameters. Refuses options that contradict each other, have no effect or cannot be, all at once.
+
+    What only the loaded model can tell (its context, its block, its vocabulary) is checked after loading.
+    """
     problems = []
+    if args.model is not None and not args.model.is_dir():
+        problems.append(f"--model {args.model}: no such directory; give one on this machine, nothing is downloaded")
     if args.no_speculation and args.num_speculative_tokens:
         problems.append("--no-speculation and --num-speculative-tokens exclude each other: give one")
     if (args.rejection == "synthetic") != (args.synthetic_accepted is not None):
         problems.append("--rejection synthetic and --synthetic-accepted N go together")
-    if not args.chat and (args.system is not None or args.reasoning_effort is not None):
+    if args.chat:
+        try:
+            thinking_budget(_effort(args))
+        except ValueError as error:
+            problems.append(f"--{error}".replace("reasoning_effort", "reasoning-effort", 1))
+    elif args.system is not None or args.reasoning_effort is not None:
         problems.append("--system and --reasoning-effort need --chat")
-    if args.threads is not None and args.threads < 1:
-        problems.append(f"--threads {args.threads}: expected at least 1")
-    if problems:
-        raise ValueError("; ".join(problems))
-
-
-def _sampling_params(args: argparse.Namespace) -> SamplingParams:
+    if args.max_tokens < 1:
+        problems.append(f"--max-tokens {args.max_tokens}: expected at least 1")
+    if "" in args.stop:
+        problems.append("--stop '': an empty text is nothing to stop at, leave it out")
+    cores = os.cpu_count() or 1
+    if args.threads is not None and not 1 <= args.threads <= cores:
+        problems.append(f"--threads {args.threads}: expected 1..{cores}, the cores of this machine")
+    try:
+        check_device(args.device)
+    except ValueError as error:
+        problems.append(f"--{error}")
     bias: dict[int, float] = {}
     for given in args.logit_bias:
         token, _, value = given.partition("=")
         try:
             bias[int(token)] = float(value)
         except ValueError:
-            raise ValueError(f"--logit-bias {given}: expected TOKEN=BIAS, for example 42=-inf") from None
+            problems.append(f"--logit-bias {given}: expected TOKEN=BIAS, for example 42=-inf")
     names = (
         "temperature",
         "top_k",
@@ -107,19 +123,45 @@ def _sampling_params(args: argparse.Namespace) -> SamplingParams:
         "presence_penalty",
         "frequency_penalty",
     )
-    return SamplingParams.from_fields({name: getattr(args, name) for name in names} | {"logit_bias": bias})
+    try:
+        params = SamplingParams.from_fields({name: getattr(args, name) for name in names} | {"logit_bias": bias})
+    except InvalidSamplingParams as error:
+        problems += error.problems
+    if len(problems) > 1:
+        raise ValueError("\n  - ".join([f"{len(problems)} problems with the options:", *problems]))
+    if problems:
+        raise ValueError(problems[0])
+    return params
 
 
-def _prompt(args: argparse.Namespace, loaded: LoadedModel) -> tuple[list[int], bool]:
+def _effort(args: argparse.Namespace) -> str | int | None:
+    """The reasoning effort as the chat format takes it: a number or a name."""
+    effort: str | None = args.reasoning_effort
+    try:
+        return None if effort is None else int(effort)
+    except ValueError:
+        return effort
+
+
+def _prompt_text(args: argparse.Namespace) -> str:
+    """The prompt, from the command line or standard input."""
+    try:
+        text: str = sys.stdin.read() if args.prompt == "-" else args.prompt
+        text.encode()  # bytes that are no UTF-8 may also arrive as surrogates
+    except (UnicodeDecodeError, UnicodeEncodeError) as error:
+        raise ValueError(f"the prompt is not UTF-8 text ({error.reason} at {error.start})") from None
+    if not text:
+        raise ValueError("the prompt is empty: give at least one character")
+    return text
+
+
+def _prompt(args: argparse.Namespace, text: str, loaded: LoadedModel) -> tuple[list[int], bool]:
     """Token ids of the prompt, and whether the answer starts with reasoning."""
-    text = sys.stdin.read() if args.prompt == "-" else args.prompt
     tokenizer = loaded.tokenizer
     if not args.chat:
         return [tokenizer.bos_id, *tokenizer.encode(text)], False
     messages = [{"role": "system", "content": args.system}] if args.system is not None else []
-    effort: Any = args.reasoning_effort
-    if effort is not None and effort.lstrip("-").isdigit():
-        effort = int(effort)
+    effort = _effort(args)
     prompt = render_chat(
         [*messages, {"role": "user", "content": text}], thinking=effort is not None, reasoning_effort=effort
     )
@@ -175,8 +217,10 @@ def _record(stats: Stats, load_s: float, engine: Engine, finish_reason: str | No
 def _summary(stats: Stats, load_s: float, finish_reason: str | None) -> str:
     """The figures behind a stream. Per step and per token are different words here."""
     mark = f"{SYNTHETIC_NOTE}\n" if stats.synthetic else ""
+    count = stats.completion_tokens
+    speed = f"{stats.tokens_per_s:.1f} tokens/s after the first, " if count > 1 else ""
     lines = [
-        f"{mark}{stats.completion_tokens} tokens ({finish_reason}), {stats.tokens_per_s:.1f} tokens/s after the first, "
+        f"{mark}{count} token{'s' if count > 1 else ''} ({finish_reason}), {speed}"
         f"time to first token {stats.first_token_s * 1000:.0f} ms ({stats.prompt_tokens} prompt tokens), "
         f"load {load_s:.1f} s",
     ]

@@ -74,12 +74,24 @@ class LoadedModel:
     draft: Draft
 
 
+def check_device(device: torch.device | str) -> None:
+    """Raise ValueError where torch can keep no values on `device` on this machine."""
+    try:
+        torch.zeros(1, device=device).item()
+    except (RuntimeError, AssertionError, NotImplementedError) as error:  # by kind of device and build of torch
+        reason = str(error).strip().partition("\n")[0].partition(". ")[0].rstrip(".")
+        raise ValueError(f"device {device}: {reason}; `flashstep doctor` says what this machine has") from None
+
+
 def token_map(path: Path, config: ModelConfig) -> Tensor:
     """Compressed Engram ids [vocab_size] int64 of the tokenizer in directory `path`.
 
     Raises ValueError where the tokenizer is not the one that the checkpoint's tables were made for.
     """
-    raw = tokenizers.Tokenizer.from_file(str(path / "tokenizer.json"))
+    try:
+        raw = tokenizers.Tokenizer.from_file(str(path / "tokenizer.json"))
+    except Exception as error:  # the library raises bare Exception
+        raise ValueError(f"{path / 'tokenizer.json'}: the tokenizers library cannot load it: {error}") from error
     mapped = torch.from_numpy(compressed_token_map(raw)).long()
     count = int(mapped.max()) + 1
     if count != config.engram_compressed_vocab_size:
@@ -107,6 +119,7 @@ def load(
     Raises `ConfigError`, `CheckpointError`, `TokenizerError` or ValueError, each naming every problem it found.
     """
     path = Path(path)
+    check_device(device)
     checkpoint = Checkpoint.open(path)
     config = checkpoint.config
     tokenizer = Tokenizer.load(path)
