@@ -48,6 +48,12 @@ def _generate(args: argparse.Namespace) -> int:
     return run(args)
 
 
+def _serve(args: argparse.Namespace) -> int:
+    from flashstep.server.serve import run
+
+    return run(args)
+
+
 def _info(args: argparse.Namespace) -> int:
     from flashstep.info import print_info, read_info
     from flashstep.loading import BUNDLED_MODEL
@@ -104,6 +110,14 @@ def _parser() -> argparse.ArgumentParser:
     machine.add_argument("--device", default="cpu", metavar="NAME", help="torch device of the reference (%(default)s)")
     machine.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: torch's own choice)")
     machine.add_argument("--max-model-len", type=int, metavar="N", help="room for context (default: the model's limit)")
+
+    serve = _command(commands, "serve", _serve, "answer OpenAI clients over HTTP")
+    serve.add_argument(
+        "model", nargs="?", type=_path, metavar="MODEL", help="model directory (default: the bundled tiny model)"
+    )
+    _add_server(serve)
+    _add_engine(serve)
+    _add_speculation(serve)
 
     info = _command(commands, "info", _info, "roles, sizes and bytes of a model directory or a bare config.json")
     info.add_argument(
@@ -179,6 +193,74 @@ def _add_speculation(parser: argparse.ArgumentParser) -> None:
     speculation.add_argument(
         "--synthetic-accepted", type=float, metavar="N", help="mean accepted drafts per step (with synthetic)"
     )
+
+
+def _add_server(parser: argparse.ArgumentParser) -> None:
+    server = parser.add_argument_group("server")
+    server.add_argument("--host", default="127.0.0.1", metavar="ADDRESS", help="where to listen (%(default)s)")
+    server.add_argument("--port", type=int, default=8000, metavar="N", help="0 takes any free port (%(default)s)")
+    server.add_argument(
+        "--api-key", action="append", default=[], metavar="KEY", help="let only those with a key in; repeatable"
+    )
+    server.add_argument(
+        "--api-key-file",
+        type=_path,
+        metavar="FILE",
+        help="more keys, one a line; a file keeps them off the process list",
+    )
+    server.add_argument(
+        "--served-model-name", action="append", default=[], metavar="NAME", help="name that clients use; repeatable"
+    )
+    server.add_argument(
+        "--cors-origin",
+        action="append",
+        default=[],
+        metavar="ORIGIN",
+        help="let pages of this origin read answers; repeatable",
+    )
+    server.add_argument("--max-body", default="16MiB", metavar="SIZE", help="largest body of a request (%(default)s)")
+    server.add_argument(
+        "--request-timeout", type=float, metavar="S", help="end requests after S seconds (default: never)"
+    )
+    server.add_argument(
+        "--step-deadline",
+        type=float,
+        default=60.0,
+        metavar="S",
+        help="unhealthy when a step takes longer (%(default)s)",
+    )
+    server.add_argument(
+        "--grace",
+        type=float,
+        default=30.0,
+        metavar="S",
+        help="when told to end, let requests finish so long (%(default)s)",
+    )
+    server.add_argument("--log-requests", action="store_true", help="log bodies of requests, users' text included")
+
+
+def _add_engine(parser: argparse.ArgumentParser) -> None:
+    from flashstep.settings import EngineConfig
+
+    default = EngineConfig()
+    engine = parser.add_argument_group("engine")
+    for option, value, text in (
+        ("--max-num-seqs", default.max_num_seqs, "requests that run at once"),
+        ("--max-num-batched-tokens", default.max_num_batched_tokens, "rows of one step"),
+        ("--prefill-schedule-interval", default.prefill_schedule_interval, "work on prompts in every N-th step"),
+        ("--max-queue", default.max_queue, "requests that may wait; more get status 429"),
+    ):
+        engine.add_argument(option, type=int, default=value, metavar="N", help=f"{text} (%(default)s)")
+    engine.add_argument("--max-model-len", type=int, metavar="N", help="prompt and answer (default: the model's limit)")
+    engine.add_argument(
+        "--kv-cache-memory",
+        default=f"{default.kv_cache_memory >> 20}MiB",
+        metavar="SIZE",
+        help="memory for cache pages: bytes, 512MiB, 2GiB (%(default)s)",
+    )
+    engine.add_argument("--no-prefix-caching", action="store_true", help="prompts share nothing")
+    engine.add_argument("--device", default="cpu", metavar="NAME", help="torch device (%(default)s)")
+    engine.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: torch's own choice)")
 
 
 def _path(given: str) -> Path:
