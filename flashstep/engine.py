@@ -1,196 +1,569 @@
-"""Requests in, tokens and text out: one request at a time over the step, with its stopping rules and figures.
+"""The engine: many requests over the step. Requests in, deltas out; one call of `Engine.step` per model step.
 
-Owns when a request ends (EOS, stop string, token limit, end of context), judged token by token inside an accepted
-block, and what is counted. Knows no kernel.
+Owns admission, the choice of rows for each step, preemption, the prefix cache's rules, and when a request ends
+(judged token by token inside an accepted block). Knows no kernel and no thread: `AsyncEngine` turns its loop.
+
+A step serves every decoding request first, each with its drafts; what is left of the token budget goes to prompts in
+order of arrival, in chunks. When pages run out, the youngest running request gives its own back and waits; it keeps
+its text and its drafts, so that it goes on as if nothing had happened.
 """
 
 from __future__ import annotations
 
+import itertools
 import secrets
 import time
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Literal
+
+import torch
+from torch import Tensor
 
 from flashstep.chat import Piece, StopMatcher, StreamingDetokenizer
-from flashstep.executor import Request, Step
+from flashstep.executor import Constraint, Request, Step, StepResult
+from flashstep.grammar import GrammarCompiler, MinTokens, both
 from flashstep.loading import LoadedModel
-from flashstep.params import SamplingParams
-from flashstep.settings import Rule
+from flashstep.pages import OutOfPages, page_keys
+from flashstep.requests import (
+    Delta,
+    EngineDead,
+    EngineStats,
+    FinishReason,
+    GenerationRequest,
+    QueueFull,
+    RequestError,
+    TokenLogprob,
+    Usage,
+)
+from flashstep.settings import EngineConfig
+from flashstep.stages.accept import reference as sampling
 from flashstep.state import State
 
-FinishReason = Literal["stop", "length"]
+OnDelta = Callable[[Delta], None]
 
 
-class PromptError(ValueError):
-    """A prompt that cannot be served; raised before any work."""
+@dataclass(eq=False)
+class _Live:
+    """A request inside the engine."""
 
-
-@dataclass
-class Stats:
-    """Figures of one request. Times are seconds of a monotonic clock, drafts are counted by place in the block."""
-
-    prompt_tokens: int
-    drafted: list[int]  # drafts that were verified at each place
-    accepted: list[int]  # of these, how many stood
-    completion_tokens: int = 0
-    steps: int = 0  # steps that brought tokens, the first token's included
-    synthetic: bool = False
-    first_token_s: float = 0.0
-    decode_s: float = 0.0  # from the first token to the last
-    step_s: list[float] = field(default_factory=list)  # of every step after the first token
-
-    @property
-    def tokens_per_step(self) -> float:
-        """Mean tokens of a decoding step (the first token, which a prompt brings, aside)."""
-        return sum(self.accepted) / (self.steps - 1) + 1 if self.steps > 1 else 0.0
+    number: int  # by arrival
+    asked: GenerationRequest
+    request: Request
+    on_delta: OnDelta
+    max_tokens: int
+    detokenizer: StreamingDetokenizer
+    stops: StopMatcher
+    usage: Usage
+    arrived_s: float
+    last_s: float = 0.0
+    last_turn: int = -1  # of the engine, in which this request ran
+    keys: list[bytes] = field(default_factory=list)  # of the complete pages of the text
+    published: list[int] = field(default_factory=list)  # pages that this request made findable
+    saved_pages: int = 0  # complete pages that are saved or were found
+    prompt_logprobs: list[TokenLogprob | None] | None = None
 
     @property
-    def tokens_per_s(self) -> float:
-        """Delivered tokens after the first, over the time they took."""
-        return (self.completion_tokens - 1) / self.decode_s if self.decode_s > 0 else 0.0
-
-
-@dataclass(frozen=True)
-class Delta:
-    """What one step delivers: token ids, the text they complete, and the reason where the request ends."""
-
-    tokens: list[int]
-    pieces: list[Piece]
-    accepted: int  # how many of `tokens` were drafts
-    finish_reason: FinishReason | None
-
-    @property
-    def text(self) -> str:
-        """The text of the pieces, special tokens left out."""
-        return "".join(piece.text for piece in self.pieces if not piece.special)
+    def decoding(self) -> bool:
+        """Whether only the last token waits to be computed."""
+        return self.request.waiting == 1 and self.usage.steps > 0
 
 
 class Engine:
-    """Generates for one request at a time."""
+    """Serves requests over one model; not thread-safe."""
 
-    def __init__(
-        self,
-        loaded: LoadedModel,
-        *,
-        num_speculative_tokens: int | None = None,
-        rule: Rule = "standard",
-        synthetic_accepted: float | None = None,
-        max_model_len: int | None = None,
-        rows_per_request: int = 512,
-    ) -> None:
-        """`num_speculative_tokens` None is the block size; `max_model_len` None is the model's own limit.
-
-        Raises ValueError for values outside what the model was trained for.
-        """
-        config = loaded.config
-        block = config.dspark_block_size
-        limit = config.max_position_embeddings
-        self.max_model_len = limit if max_model_len is None else max_model_len
-        if not 2 <= self.max_model_len <= limit:
-            raise ValueError(f"max_model_len = {max_model_len}: expected 2..{limit} (max_position_embeddings)")
+    def __init__(self, loaded: LoadedModel, config: EngineConfig | None = None) -> None:
+        """Allocate everything. Raises ValueError for settings that the model or the memory does not allow."""
         self.loaded = loaded
-        page_tokens = 128
+        self.config = config = config or EngineConfig()
+        model = loaded.config
+        block = model.dspark_block_size
+        drafts = block if config.num_speculative_tokens is None else config.num_speculative_tokens
+        limit = model.max_position_embeddings
+        wanted = limit if config.max_model_len is None else config.max_model_len
+        if wanted > limit:
+            raise ValueError(f"max_model_len = {wanted}: expected at most {limit} (max_position_embeddings)")
+        if config.max_num_batched_tokens <= drafts:
+            raise ValueError(
+                f"max_num_batched_tokens = {config.max_num_batched_tokens}: expected at least {drafts + 1}, the rows "
+                f"of one request with {drafts} drafts"
+            )
+        dtype = loaded.model.num.dtype
+        page_bytes = State.page_bytes(model, config.page_tokens, keep_windows=config.enable_prefix_caching, dtype=dtype)
+        num_pages = config.kv_cache_memory // page_bytes
+        if num_pages * config.page_tokens < 2:
+            raise ValueError(
+                f"kv_cache_memory = {config.kv_cache_memory:,} bytes: expected at least {page_bytes:,}, one page of "
+                f"{config.page_tokens} tokens"
+            )
+        # More pages than every slot can fill serve the prefix cache; far more would only cost memory.
+        num_pages = min(num_pages, 2 * config.max_num_seqs * -(-wanted // config.page_tokens))
+        self.max_model_len = min(wanted, num_pages * config.page_tokens)
         self.state = State(
-            config,
-            num_pages=-(-self.max_model_len // page_tokens),
-            page_tokens=page_tokens,
-            rows_per_request=rows_per_request,
-            dtype=loaded.model.num.dtype,
+            model,
+            num_slots=config.max_num_seqs,
+            num_pages=num_pages,
+            page_tokens=config.page_tokens,
+            rows_per_request=config.max_num_batched_tokens,
+            max_model_len=self.max_model_len,
+            keep_windows=config.enable_prefix_caching,
+            dtype=dtype,
             device=loaded.model.device,
         )
-        self.step = Step(
+        self.core = Step(
             loaded.model,
             loaded.draft,
             self.state,
-            num_speculative_tokens=block if num_speculative_tokens is None else num_speculative_tokens,
-            rule=rule,
-            synthetic_accepted=synthetic_accepted,
+            num_speculative_tokens=drafts,
+            rule=config.rule,
+            synthetic_accepted=config.synthetic_accepted,
+        )
+        self._grammars = GrammarCompiler(loaded.tokenizer, model.vocab_size)
+        self._numbers = itertools.count()
+        self._waiting: list[_Live] = []  # in the order in which they will be taken in
+        self._running: list[_Live] = []  # in order of arrival
+        self._failure: str | None = None
+        self._turned_s = time.monotonic()
+        self._turns = 0
+        self._finished: Counter[str] = Counter()
+        self._misses: Counter[str] = Counter()
+        self._totals: Counter[str] = Counter()
+        self._drafted, self._accepted = [0] * drafts, [0] * drafts
+        self._step_s = 0.0
+
+    def capacity(self) -> str:
+        """How much fits, in words."""
+        tokens = self.state.pool.num_pages * self.state.page_tokens
+        return (
+            f"{tokens:,} tokens of context in {self.state.pool.num_pages:,} pages of {self.state.page_tokens}: "
+            f"{tokens / self.max_model_len:.1f} requests of {self.max_model_len:,} tokens (max_model_len), "
+            f"{self.config.max_num_seqs} requests at once (max_num_seqs)"
         )
 
-    def generate(
-        self,
-        prompt: Sequence[int],
-        params: SamplingParams,
-        *,
-        max_tokens: int,
-        stop: Sequence[str] = (),
-        ignore_eos: bool = False,
-    ) -> tuple[Stats, Iterator[Delta]]:
-        """Figures that fill up as the returned iterator, which yields one `Delta` per step, is consumed.
+    # -- taking in and letting go ---------------------------------------------------------------------------------
 
-        The request ends at EOS (kept in ids and counts, not in the text), at a stop string (the token that completes
-        it is the last one), or after `max_tokens`. Raises `PromptError` before any work, `SamplingError` where the
-        model's logits are not finite.
-        """
+    def check(self, asked: GenerationRequest) -> None:
+        """Raise `RequestError` for what can never be served, `QueueFull` and `EngineDead` for what cannot be now."""
         vocab, limit = self.loaded.config.vocab_size, self.max_model_len
-        if not prompt:
-            raise PromptError("the prompt has no tokens: give at least one (a begin token will do)")
-        outside = [token for token in prompt if not 0 <= token < vocab]
+        if not asked.prompt:
+            raise RequestError("prompt", "it has no tokens: give at least one (a begin token will do)")
+        outside = [token for token in asked.prompt if not 0 <= token < vocab]
         if outside:
-            raise PromptError(f"prompt token {outside[0]}: expected ids in 0..{vocab - 1}")
-        if len(prompt) >= limit:
-            raise PromptError(f"the prompt has {len(prompt)} tokens: expected fewer than max_model_len = {limit}")
-        if max_tokens < 1:
-            raise PromptError(f"max_tokens = {max_tokens}: expected at least 1")
-        drafts = self.step.num_speculative_tokens
-        stats = Stats(len(prompt), [0] * drafts, [0] * drafts, synthetic=self.step.rule == "synthetic")
-        max_tokens = min(max_tokens, limit - len(prompt))
-        return stats, self._deltas(list(prompt), params, max_tokens, stop, ignore_eos, stats)
+            raise RequestError("prompt", f"token id {outside[0]}: expected ids in 0..{vocab - 1}")
+        if len(asked.prompt) >= limit:
+            raise RequestError(
+                "prompt", f"{len(asked.prompt)} tokens: expected fewer than {limit} (max_model_len); shorten it"
+            )
+        if asked.max_tokens is not None and asked.max_tokens < 1:
+            raise RequestError("max_tokens", f"found {asked.max_tokens}, expected at least 1")
+        if asked.max_tokens is not None and len(asked.prompt) + asked.max_tokens > limit:
+            raise RequestError(
+                "max_tokens",
+                f"{asked.max_tokens} behind a prompt of {len(asked.prompt)} tokens: expected at most "
+                f"{limit - len(asked.prompt)}, so that both fit in {limit} (max_model_len)",
+            )
+        most = limit - len(asked.prompt) if asked.max_tokens is None else asked.max_tokens
+        if not 0 <= asked.min_tokens <= most:
+            raise RequestError("min_tokens", f"found {asked.min_tokens}, expected 0..{most} (max_tokens)")
+        banned = [token for token in (*asked.params.logit_bias, *asked.stop_token_ids) if not 0 <= token < vocab]
+        if banned:
+            raise RequestError("logit_bias, stop_token_ids", f"token id {banned[0]}: expected ids in 0..{vocab - 1}")
+        for name in ("logprobs", "prompt_logprobs"):
+            count = getattr(asked, name)
+            if count is not None and not 0 <= count <= vocab:
+                raise RequestError(name, f"found {count}, expected 0..{vocab}")
+        if "" in asked.stop:
+            raise RequestError("stop", "an empty string is no stop string; leave it out")
+        if asked.grammar is not None:
+            self._grammars.check(asked.grammar)
+        if self._failure is not None:
+            raise EngineDead(self._failure)
+        if len(self._waiting) >= self.config.max_queue and not self._can_start():
+            raise QueueFull(len(self._waiting), self._retry_after_s())
 
-    def _deltas(
-        self,
-        prompt: list[int],
-        params: SamplingParams,
-        max_tokens: int,
-        stop: Sequence[str],
-        ignore_eos: bool,
-        stats: Stats,
-    ) -> Iterator[Delta]:
-        seed = secrets.randbits(63) if params.seed is None else params.seed
-        detokenizer, stops = StreamingDetokenizer(self.loaded.tokenizer), StopMatcher(stop)
-        slot = self.state.acquire()
-        request = Request(slot, prompt, params, seed, self.loaded.config.vocab_size)
-        started = last = time.perf_counter()
+    def submit(self, asked: GenerationRequest, on_delta: OnDelta) -> int:
+        """Queue a request and return its number; its deltas go to `on_delta` during later steps. Raises as `check`."""
+        self.check(asked)
+        number = next(self._numbers)
+        seed = secrets.randbits(63) if asked.params.seed is None else asked.params.seed
+        request = Request(
+            -1,
+            list(asked.prompt),
+            asked.params,
+            seed,
+            self.loaded.config.vocab_size,
+            self._constraint(asked),
+            asked.prompt_logprobs is not None,
+        )
+        drafts = self.core.num_speculative_tokens
+        live = _Live(
+            number,
+            asked,
+            request,
+            on_delta,
+            self.max_model_len - len(asked.prompt) if asked.max_tokens is None else asked.max_tokens,
+            StreamingDetokenizer(self.loaded.tokenizer),
+            StopMatcher(asked.stop),
+            Usage(
+                prompt_tokens=len(asked.prompt),
+                drafted=[0] * drafts,
+                accepted=[0] * drafts,
+                synthetic=self.core.rule == "synthetic",
+            ),
+            time.monotonic(),
+            prompt_logprobs=None if asked.prompt_logprobs is None else [None],
+        )
+        self._waiting.append(live)
+        return number
+
+    def abort(self, number: int, reason: str = "aborted") -> None:
+        """End a request at once, wherever it is; unknown numbers (it may have ended) are ignored."""
+        for live in (*self._running, *self._waiting):
+            if live.number == number:
+                self._end(live, [], [], "abort", error=reason)
+                return
+
+    def fail(self, reason: str) -> None:
+        """Stop for good: every request ends with `reason`."""
+        self._failure = reason
+        for live in (*self._running, *self._waiting):
+            self._end(live, [], [], "error", error=reason)
+
+    @property
+    def busy(self) -> bool:
+        """Whether any request is running or waiting."""
+        return bool(self._running or self._waiting)
+
+    def stats(self) -> EngineStats:
+        """State and counters."""
+        pool = self.state.pool
+        return EngineStats(
+            ready=self._failure is None,
+            failure=self._failure,
+            last_step_age_s=time.monotonic() - self._turned_s,
+            running=len(self._running),
+            waiting=len(self._waiting),
+            free_slots=self.state.free_slots,
+            total_slots=self.config.max_num_seqs,
+            free_pages=pool.available,
+            total_pages=pool.num_pages,
+            cached_pages=pool.cached,
+            page_tokens=self.state.page_tokens,
+            steps=self._turns,
+            prompt_tokens=self._totals["prompt"],
+            cached_tokens=self._totals["cached"],
+            completion_tokens=self._totals["completion"],
+            drafted=tuple(self._drafted),
+            accepted=tuple(self._accepted),
+            preemptions=self._totals["preemptions"],
+            finished=dict(self._finished),
+            cache_queries=self._totals["cache_queries"],
+            cache_hits=self._totals["cache_hits"],
+            cache_misses=dict(self._misses),
+            step_s_sum=self._step_s,
+        )
+
+    def run(self, asked: GenerationRequest) -> Iterator[Delta]:
+        """Serve one request here and now, beside whatever else runs. Closing the iterator aborts the request."""
+        deltas: list[Delta] = []
+        number = self.submit(asked, deltas.append)
         try:
             while True:
-                result = self.step([request])[0]
-                if result.error is not None:
-                    raise result.error
-                if not result.tokens:
-                    continue
-                now = time.perf_counter()
-                if stats.steps:
-                    stats.step_s.append(now - last)
-                    stats.decode_s += now - last
-                else:
-                    stats.first_token_s = now - started
-                last = now
-                stats.steps += 1
-                for place in range(result.drafted):
-                    stats.drafted[place] += 1
-                    stats.accepted[place] += place < result.accepted
-                tokens: list[int] = []
-                pieces: list[Piece] = []
-                reason: FinishReason | None = None
-                for token in result.tokens:
-                    tokens.append(token)
-                    stats.completion_tokens += 1
-                    if token == self.loaded.config.eos_token_id and not ignore_eos:
-                        pieces += stops.push(detokenizer.finish())
-                        reason = "stop"
-                    else:
-                        pieces += stops.push(detokenizer.push(token))
-                        if stops.matched is not None:
-                            reason = "stop"
-                        elif stats.completion_tokens == max_tokens:
-                            pieces += stops.push(detokenizer.finish())
-                            reason = "length"
-                    if reason:
-                        pieces += stops.finish()
-                        break
-                yield Delta(tokens, pieces, min(result.accepted, len(tokens)), reason)
-                if reason:
-                    return
+                self.step()
+                for delta in deltas:
+                    yield delta
+                    if delta.finish_reason is not None:
+                        return
+                deltas.clear()
         finally:
-            self.state.release(slot)
+            self.abort(number)
+
+    # -- one step -------------------------------------------------------------------------------------------------
+
+    def step(self) -> bool:
+        """Run one model step and hand out its deltas; False where there was nothing to run."""
+        started = self._turned_s = time.monotonic()
+        work = self._schedule()
+        if not work:
+            return False
+        results = self.core([live.request for live, _ in work], [limit for _, limit in work])
+        now = self._turned_s = time.monotonic()
+        self._turns += 1
+        self._step_s += now - started
+        for (live, _), result in zip(work, results, strict=True):
+            live.last_turn = self._turns
+            self._deliver(live, result, now)
+        return True
+
+    def _schedule(self) -> list[tuple[_Live, int]]:
+        """Who runs in this step, and how many of their waiting tokens. Takes pages, preempts and admits."""
+        budget = self.config.max_num_batched_tokens
+        work: list[tuple[_Live, int]] = []
+        # Where the budget is too small for all, those that have waited longest come first.
+        for live in sorted((live for live in self._running if live.decoding), key=lambda live: live.last_turn):
+            rows = 1 + len(live.request.drafts)
+            if rows <= budget and self._reserve(live, rows):
+                work.append((live, 1))
+                budget -= rows
+        if work and self._turns % self.config.prefill_schedule_interval:
+            return self._still_running(work)
+        for live in [live for live in self._running if not live.decoding]:
+            budget -= self._add_prompt(live, budget, work)
+        while budget > 0 and self._waiting and self._can_start():
+            live = self._waiting.pop(0)
+            self._start(live)
+            budget -= self._add_prompt(live, budget, work)
+        return self._still_running(work)
+
+    def _still_running(self, work: list[tuple[_Live, int]]) -> list[tuple[_Live, int]]:
+        return [(live, limit) for live, limit in work if live.request.slot >= 0]  # some may have been preempted
+
+    def _add_prompt(self, live: _Live, budget: int, work: list[tuple[_Live, int]]) -> int:
+        """Add a chunk of a prompt to `work`; returns its rows."""
+        request = live.request
+        if request.slot < 0 or budget <= 0:
+            return 0
+        limit = min(request.waiting, budget)
+        drafts = len(request.drafts) if limit == request.waiting else 0
+        if limit + drafts > budget:  # a resumed request ends its prompt with its drafts
+            limit, drafts = request.waiting - 1, 0
+        if limit <= 0 or not self._reserve(live, limit + drafts):
+            return 0
+        work.append((live, limit))
+        return limit + drafts
+
+    def _reserve(self, live: _Live, rows: int) -> bool:
+        """Pages for `rows` more rows, taken from younger requests if need be; False where `live` itself had to go."""
+        request = live.request
+        while request.slot >= 0:
+            try:
+                self.state.reserve(request.slot, request.computed + rows)
+                return True
+            except OutOfPages:
+                self._preempt(self._running[-1])
+        return False
+
+    def _can_start(self) -> bool:
+        """Whether the next waiting request can be taken in: a slot, and pages for all that it would compute."""
+        if not self.state.free_slots:
+            return False
+        if not self._waiting or not self._running:
+            return True
+        request = self._waiting[0].request
+        rows = len(request.tokens) + len(request.drafts) + 1
+        return self.state.free_pages >= -(-rows // self.state.page_tokens)
+
+    def _start(self, live: _Live) -> None:
+        """Give a waiting request a slot, and what the prefix cache has of its text."""
+        request = live.request
+        request.slot = self.state.acquire()
+        # Running requests stay in order of arrival: the last one is the youngest.
+        self._running.append(live)
+        self._running.sort(key=lambda each: each.number)
+        if live.usage.preemptions == 0:
+            live.usage.queue_s = time.monotonic() - live.arrived_s
+        cached = self._attach_cached(live)
+        if live.usage.preemptions == 0:
+            live.usage.cached_tokens = cached
+            self._totals["prompt"] += live.usage.prompt_tokens
+            self._totals["cached"] += cached
+
+    def _preempt(self, live: _Live) -> None:
+        """Take slot and pages from a running request, which waits at its place in the order of arrival."""
+        request = live.request
+        self.state.release(request.slot)
+        request.slot, request.computed = -1, 0
+        live.saved_pages = 0
+        live.usage.preemptions += 1
+        self._totals["preemptions"] += 1
+        self._running.remove(live)
+        self._waiting.insert(sum(other.number < live.number for other in self._waiting), live)
+
+    # -- the prefix cache -----------------------------------------------------------------------------------------
+
+    def _attach_cached(self, live: _Live) -> int:
+        """Start `live` behind the pages that the cache has of its text; returns the tokens that they cover."""
+        request = live.request
+        self._totals["cache_queries"] += 1
+        usable = (len(request.tokens) - 1) // self.state.page_tokens  # at least one token is left to compute
+        if not self.config.enable_prefix_caching:
+            miss = "disabled"
+        elif live.prompt_logprobs is not None:
+            miss = "prompt_logprobs"  # every row of the prompt has to be computed
+        elif usable == 0:
+            miss = "too_short"
+        else:
+            live.keys = page_keys(request.tokens, self.state.page_tokens, live.keys)
+            pages = self.state.pool.find(live.keys[:usable])
+            miss = "" if pages else "no_match"
+        if miss:
+            self._misses[miss] += 1
+            return 0
+        border = len(pages) * self.state.page_tokens
+        back = min(border, self.loaded.config.engram_max_ngram_size - 1)
+        tokens = torch.tensor(request.tokens[border - back : border], device=self.state.device)
+        self.state.attach(request.slot, pages, self.loaded.model.token_map[tokens])
+        request.computed = border
+        live.saved_pages = len(pages)
+        self._totals["cache_hits"] += 1
+        return border
+
+    def _publish(self, live: _Live) -> None:
+        """Save and publish the pages that are complete and hold delivered text alone."""
+        if not self.config.enable_prefix_caching:
+            return
+        request, size = live.request, self.state.page_tokens
+        complete = min(request.computed, len(request.tokens)) // size
+        if complete <= live.saved_pages:
+            return
+        live.keys = page_keys(request.tokens[: complete * size], size, live.keys)
+        pages = self.state.pages(request.slot)
+        for number in range(live.saved_pages, complete):
+            if self.state.pool.publish(pages[number], live.keys[number]):
+                self.state.save_windows(request.slot, number)
+                live.published.append(pages[number])
+        live.saved_pages = complete
+
+    # -- delivering -----------------------------------------------------------------------------------------------
+
+    def _deliver(self, live: _Live, result: StepResult, now: float) -> None:
+        """Turn what a step brought into a delta; end the request where it ends."""
+        if result.prompt_logits is not None:
+            self._note_prompt_logprobs(live, result.prompt_logits)
+        if result.error is not None:
+            # What led here may be in its caches already: nobody else shall start from them.
+            self.state.pool.withdraw(live.published)
+            self._end(live, [], [], "error", error=f"the model gave no distribution to draw from: {result.error}")
+            return
+        if not result.tokens:
+            self._publish(live)
+            return
+        usage = live.usage
+        self._count_step(live, result, now)
+        tokens: list[int] = []
+        pieces: list[Piece] = []
+        reason: FinishReason | None = None
+        stop_reason: str | int | None = None
+        for token in result.tokens:
+            tokens.append(token)
+            usage.completion_tokens += 1
+            eos = token == self.loaded.config.eos_token_id and not live.asked.ignore_eos
+            if eos or token in live.asked.stop_token_ids:
+                reason, stop_reason = "stop", None if eos else token
+            else:
+                pieces += live.stops.push(live.detokenizer.push(token))
+                if live.stops.matched is not None:
+                    reason, stop_reason = "stop", live.stops.matched
+                elif usage.completion_tokens == live.max_tokens:
+                    reason = "length"
+            if reason is not None:
+                break
+        self._totals["completion"] += len(tokens)
+        if reason is not None:
+            if live.stops.matched is None:
+                pieces += live.stops.finish() + live.detokenizer.finish()
+            # The rest of the block was never said: it must not be cached either.
+            del live.request.tokens[len(live.request.tokens) - len(result.tokens) + len(tokens) :]
+        self._publish(live)
+        logprobs = self._logprobs(live, result.logits[: len(tokens)], tokens)
+        accepted = min(result.accepted, len(tokens))
+        if reason is not None:
+            self._end(
+                live,
+                tokens,
+                pieces,
+                reason,
+                stop_reason=stop_reason,
+                logprobs=logprobs,
+                accepted=accepted,
+                drafted=result.drafted,
+            )
+            return
+        live.on_delta(Delta(tokens, pieces, accepted, result.drafted, logprobs, self._take_prompt_logprobs(live)))
+
+    def _count_step(self, live: _Live, result: StepResult, now: float) -> None:
+        usage = live.usage
+        if usage.steps:
+            usage.step_s.append(now - live.last_s)
+            usage.decode_s += now - live.last_s
+        else:
+            usage.first_token_s = now - live.arrived_s
+        live.last_s = now
+        usage.steps += 1
+        for place in range(result.drafted):
+            for drafted, accepted in ((usage.drafted, usage.accepted), (self._drafted, self._accepted)):
+                drafted[place] += 1
+                accepted[place] += place < result.accepted
+
+    def _end(
+        self,
+        live: _Live,
+        tokens: list[int],
+        pieces: list[Piece],
+        reason: FinishReason,
+        *,
+        stop_reason: str | int | None = None,
+        error: str | None = None,
+        logprobs: list[TokenLogprob] | None = None,
+        accepted: int = 0,
+        drafted: int = 0,
+    ) -> None:
+        """Free everything a request holds and hand out its last delta."""
+        if live.request.slot >= 0:
+            self.state.release(live.request.slot)
+            live.request.slot = -1
+            self._running.remove(live)
+        else:
+            self._waiting.remove(live)
+        self._finished[reason] += 1
+        live.on_delta(
+            Delta(
+                tokens,
+                pieces,
+                accepted,
+                drafted,
+                logprobs,
+                self._take_prompt_logprobs(live),
+                reason,
+                stop_reason,
+                error,
+                live.usage,
+            )
+        )
+
+    # -- log-probabilities and constraints ------------------------------------------------------------------------
+
+    def _logprobs(self, live: _Live, logits: Tensor, tokens: list[int]) -> list[TokenLogprob] | None:
+        if live.asked.logprobs is None:
+            return None
+        return _token_logprobs(logits, tokens, live.asked.logprobs)
+
+    def _note_prompt_logprobs(self, live: _Live, logits: Tensor) -> None:
+        """Rows of the prompt predict the token behind each of them; the first token of all is predicted by none."""
+        assert live.prompt_logprobs is not None
+        assert live.asked.prompt_logprobs is not None
+        done = len(live.prompt_logprobs)
+        tokens = list(live.asked.prompt[done : done + len(logits)])
+        live.prompt_logprobs += _token_logprobs(logits[: len(tokens)], tokens, live.asked.prompt_logprobs)
+
+    def _take_prompt_logprobs(self, live: _Live) -> list[TokenLogprob | None] | None:
+        return live.prompt_logprobs if live.usage.steps <= 1 else None
+
+    def _constraint(self, asked: GenerationRequest) -> Constraint | None:
+        grammar = None if asked.grammar is None else self._grammars.constraint(asked.grammar)
+        if asked.min_tokens == 0:
+            return grammar
+        ends = {self.loaded.config.eos_token_id, *asked.stop_token_ids}
+        least = MinTokens(ends, self.loaded.config.vocab_size, asked.min_tokens)
+        return least if grammar is None else both(grammar, least)
+
+    def _retry_after_s(self) -> float:
+        """A guess at when a place in the queue is free: the mean time that an answer takes from a slot."""
+        answers = max(1, sum(self._finished.values()))
+        return max(1.0, self._step_s / answers)
+
+
+def _token_logprobs(logits: Tensor, tokens: list[int], top: int) -> list[TokenLogprob]:
+    found = sampling.token_logprobs(logits, torch.tensor(tokens, dtype=torch.int64), top=top)
+    rows = zip(tokens, found.token.tolist(), found.top_ids.tolist(), found.top.tolist(), strict=True)
+    return [TokenLogprob(token, own, tuple(zip(ids, values, strict=True))) for token, own, ids, values in rows]

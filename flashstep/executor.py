@@ -9,7 +9,7 @@ row counts. Stop conditions are the engine's.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
@@ -41,12 +41,13 @@ class Constraint(Protocol):
 class Request:
     """One request as the step sees it."""
 
-    slot: int
+    slot: int  # -1 while the request waits for one
     tokens: list[int]  # the prompt, then what was generated; the last one is not computed yet
     params: SamplingParams
     seed: int  # of the random numbers; the engine chooses one where the user gave none
     vocab_size: int
     constraint: Constraint | None = None
+    wants_prompt_logits: bool = False
     prompt_length: int = field(init=False)
     computed: int = 0  # positions whose caches are written and committed
     drafts: list[int] = field(default_factory=list)  # proposed behind the last token
@@ -85,6 +86,7 @@ class StepResult:
     accepted: int = 0
     synthetic: bool = False
     error: SamplingError | None = None  # nothing can be drawn for this request; its state is as before the step
+    prompt_logits: Tensor | None = None  # [waiting tokens that ran, vocab] f32 where the request wants them
 
 
 class Step:
@@ -164,7 +166,13 @@ class Step:
             kept = Rows(rows.tokens[index], rows.positions[index], rows.slots[index], ())
             self.draft.observe(self.state, kept, output.taps[index])
             self._propose([request for request, _ in complete if decided[request].error is None])
-        return [decided.get(request, nothing) for request in requests]
+        results = [decided.get(request, nothing) for request in requests]
+        for i, (request, span) in enumerate(zip(requests, rows.spans, strict=True)):
+            if request.wants_prompt_logits and span.start < request.prompt_length:
+                end = min(span.end, span.first + request.prompt_length - span.start)
+                prompt_logits = self.model.logits(output.hidden[span.first : end]).cpu()
+                results[i] = replace(results[i], prompt_logits=prompt_logits)
+        return results
 
     # -- deciding -------------------------------------------------------------------------------------------------
 
@@ -258,7 +266,7 @@ class Step:
 
     def _propose(self, requests: Sequence[Request]) -> None:
         """Draft a block behind the last token of each request that has room for one."""
-        limit = self.model.config.max_position_embeddings
+        limit = self.state.max_model_len
         requests = [request for request in requests if len(request.tokens) < limit]
         if not requests:
             return
@@ -272,8 +280,14 @@ class Step:
         groups = [(group, torch.tensor([place_of[r] for r in group])) for group in _alike(requests)]
         drafted: list[Tensor] = []
         distributions: list[Tensor] = []
+        usable = torch.full((len(requests),), self.num_speculative_tokens)  # drafts before the first that is not
 
         def pick(place: int, logits: Tensor) -> Tensor:
+            logits = logits.cpu()
+            # A draft may be wrong without harm; where there is none to be had, the block just ends earlier.
+            broken = ~torch.isfinite(logits).all(dim=-1)
+            usable[broken] = usable[broken].clamp(max=place)
+            logits = logits.masked_fill(broken[:, None], 0.0)
             q = torch.empty(len(requests), vocab, dtype=torch.float64)
             tokens = torch.empty(len(requests), dtype=torch.int64)
             for group, at in groups:
@@ -292,7 +306,7 @@ class Step:
                         ]
                     )
                 q[at], tokens[at] = sampling.draft_tokens(
-                    logits.cpu()[at],
+                    logits[at],
                     group[0].params,
                     seeds=seeds[at],
                     starts=starts[at],
@@ -308,9 +322,9 @@ class Step:
         self.draft.propose(self.state, slots, starts.to(device) - 2, anchors, pick, self.num_speculative_tokens)
         tokens, q = torch.stack(drafted, dim=1), torch.stack(distributions, dim=1)
         for i, request in enumerate(requests):
-            room = limit - len(request.tokens)  # in front of the end of the model's context
-            request.drafts = tokens[i, :room].tolist()
-            request.draft_probs = q[i, :room]
+            count = min(int(usable[i]), limit - len(request.tokens))  # the context may end first
+            request.drafts = tokens[i, :count].tolist()
+            request.draft_probs = q[i, :count]
 
 
 def _alike(requests: Iterable[Request]) -> list[list[Request]]:

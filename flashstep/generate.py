@@ -23,9 +23,11 @@ from flashstep.chat import (
     render_chat,
     thinking_budget,
 )
-from flashstep.engine import Engine, Stats
+from flashstep.engine import Engine
 from flashstep.loading import BUNDLED_MODEL, LoadedModel, check_device, load
 from flashstep.params import InvalidSamplingParams, SamplingParams
+from flashstep.requests import GenerationRequest, Usage
+from flashstep.settings import EngineConfig
 
 SYNTHETIC_NOTE = "SYNTHETIC ACCEPTANCE: drafts were taken by chance; figures are for timing, the text is worthless"
 
@@ -40,24 +42,35 @@ def run(args: argparse.Namespace) -> int:
         torch.set_num_threads(args.threads)
     started = time.perf_counter()
     loaded = load(BUNDLED_MODEL if args.model is None else args.model, device=args.device)
-    engine = Engine(
-        loaded,
+    config = EngineConfig(
+        max_num_seqs=1,
+        max_model_len=args.max_model_len,
+        enable_prefix_caching=False,
         num_speculative_tokens=0 if args.no_speculation else args.num_speculative_tokens,
         rule=args.rejection,
         synthetic_accepted=args.synthetic_accepted,
-        max_model_len=args.max_model_len,
     )
+    engine = Engine(loaded, config)
     prompt, thinking = _prompt(args, text, loaded)
     parser = OutputParser(thinking=thinking, tools=False) if args.chat else None
-    stats, deltas = engine.generate(
-        prompt, params, max_tokens=args.max_tokens, stop=args.stop, ignore_eos=args.ignore_eos
+    room = max(1, engine.max_model_len - len(prompt))  # a prompt that leaves none is refused by the engine
+    request = GenerationRequest(
+        prompt=tuple(prompt),
+        params=params,
+        max_tokens=min(args.max_tokens, room),
+        stop=tuple(args.stop),
+        ignore_eos=args.ignore_eos,
     )
+    engine.check(request)
     load_s = time.perf_counter() - started
 
     token_ids: list[int] = []
     said: dict[str, list[str]] = {"text": [], "reasoning": []}
-    finish_reason = None
-    for delta in deltas:
+    finish_reason, usage = None, Usage()
+    for delta in engine.run(request):
+        if delta.error is not None:
+            raise ValueError(delta.error)
+        usage = delta.usage or usage
         token_ids += delta.tokens
         finish_reason = delta.finish_reason
         for kind, text in _texts(delta.pieces, parser, last=finish_reason is not None):
@@ -65,14 +78,14 @@ def run(args: argparse.Namespace) -> int:
             if not args.json:
                 print(text, end="", flush=True)
     if args.json:
-        record = _record(stats, load_s, engine, finish_reason)
+        record = _record(usage, load_s, engine, finish_reason)
         record |= {"text": "".join(said["text"]), "token_ids": token_ids}
         if args.chat:
             record["reasoning"] = "".join(said["reasoning"])
         print(json.dumps(record, ensure_ascii=False, indent=2))
     else:
         print(flush=True)  # the text ends before the figures begin, also where both streams share a file
-        print(_summary(stats, load_s, finish_reason), file=sys.stderr)
+        print(_summary(usage, load_s, finish_reason), file=sys.stderr)
     return 0
 
 
@@ -192,15 +205,15 @@ def _event_text(event: Event) -> tuple[str, str]:
             return "text", "]\n"
 
 
-def _record(stats: Stats, load_s: float, engine: Engine, finish_reason: str | None) -> dict[str, Any]:
+def _record(stats: Usage, load_s: float, engine: Engine, finish_reason: str | None) -> dict[str, Any]:
     record = {
         "model": str(engine.loaded.path),
         "backend": "reference",
         "finish_reason": finish_reason,
         "prompt_tokens": stats.prompt_tokens,
         "completion_tokens": stats.completion_tokens,
-        "num_speculative_tokens": engine.step.num_speculative_tokens,
-        "rejection": engine.step.rule,
+        "num_speculative_tokens": engine.core.num_speculative_tokens,
+        "rejection": engine.core.rule,
         "synthetic": stats.synthetic,
         "steps": stats.steps,
         "tokens_per_step": stats.tokens_per_step,
@@ -214,7 +227,7 @@ def _record(stats: Stats, load_s: float, engine: Engine, finish_reason: str | No
     return record | ({"note": SYNTHETIC_NOTE} if stats.synthetic else {})
 
 
-def _summary(stats: Stats, load_s: float, finish_reason: str | None) -> str:
+def _summary(stats: Usage, load_s: float, finish_reason: str | None) -> str:
     """The figures behind a stream. Per step and per token are different words here."""
     mark = f"{SYNTHETIC_NOTE}\n" if stats.synthetic else ""
     count = stats.completion_tokens

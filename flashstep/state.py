@@ -4,6 +4,10 @@ All tensors are allocated once. A request has a slot (rings, indexed by position
 (compressed entries, shared by all KV sources: a page covers `page_tokens` positions of every source). Only a
 position decides what is visible, so rolling back is nothing but forgetting the rejected positions: a later row
 writes over what a rejected row wrote, and rings are long enough that no rejected row has displaced a live entry.
+
+For the prefix cache a page also keeps the window entries of its positions, of all layers. Page borders are multiples
+of every ratio, so no group is open there: entries, windows and the last token ids are the whole state, and a request
+that starts behind shared pages continues exactly as one that computed them.
 """
 
 from __future__ import annotations
@@ -16,10 +20,7 @@ import torch
 from torch import Tensor
 
 from flashstep.config import ModelConfig
-
-
-class OutOfPages(RuntimeError):  # noqa: N818 - the condition is expected and handled, not a fault
-    """No free page is left for a request that needs one."""
+from flashstep.pages import OutOfPages, PagePool
 
 
 @dataclass(frozen=True)
@@ -75,18 +76,22 @@ class State:
         num_pages: int | None = None,
         page_tokens: int = 128,
         rows_per_request: int = 512,
+        max_model_len: int | None = None,
+        keep_windows: bool = False,
         dtype: torch.dtype = torch.bfloat16,
         device: torch.device | str = "cpu",
     ) -> None:
+        """`keep_windows` gives pages room for window entries (`save_windows`, `attach`)."""
         ratios = {layer: config.compress_ratios[layer] for layer in config.kv_source_layer_ids}
         if page_tokens % math.lcm(1, *ratios.values()):
             raise ValueError(f"page_tokens = {page_tokens}: expected a multiple of every ratio in {ratios}")
         self.config = config
         self.page_tokens = page_tokens
         self.rows_per_request = rows_per_request
+        self.max_model_len = config.max_position_embeddings if max_model_len is None else max_model_len
         self.device = torch.device(device)
-        self.ring = config.sliding_window + rows_per_request
-        pages_per_slot = -(-config.max_position_embeddings // page_tokens)
+        self.ring = max(config.sliding_window, page_tokens) + rows_per_request
+        pages_per_slot = -(-self.max_model_len // page_tokens)
         num_pages = num_slots * pages_per_slot if num_pages is None else num_pages
 
         def zeros(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
@@ -104,17 +109,31 @@ class State:
         self.index_keys = {
             layer: zeros(num_pages, page_tokens // ratio, config.index_head_dim) for layer, ratio in ratios.items()
         }
+        windows = layers + config.num_nextn_predict_layers if keep_windows else 0
+        self.page_windows = zeros(windows, num_pages, page_tokens, dim)
         self.page_table = zeros(num_slots, pages_per_slot, dtype=torch.int64)
+        self.pool = PagePool(num_pages)
         self._pages: list[list[int]] = [[] for _ in range(num_slots)]
-        self._free_pages = list(range(num_pages))[::-1]
         self._free_slots = list(range(num_slots))[::-1]
 
     # -- owning ---------------------------------------------------------------------------------------------------
 
+    @staticmethod
+    def page_bytes(config: ModelConfig, page_tokens: int, *, keep_windows: bool, dtype: torch.dtype) -> int:
+        """Bytes of one page in this state, which holds decoded values."""
+        values = sum(
+            page_tokens // config.compress_ratios[layer] * (config.head_dim + config.index_head_dim)
+            for layer in config.kv_source_layer_ids
+        )
+        if keep_windows:
+            layers = config.num_hidden_layers + config.num_nextn_predict_layers
+            values += layers * page_tokens * config.head_dim
+        return values * dtype.itemsize
+
     @property
     def free_pages(self) -> int:
         """How many pages no request holds."""
-        return len(self._free_pages)
+        return self.pool.available
 
     @property
     def free_slots(self) -> int:
@@ -127,29 +146,66 @@ class State:
             raise RuntimeError(f"all {len(self._pages)} slots are taken: release one before acquiring another")
         return self._free_slots.pop()
 
+    def pages(self, slot: int) -> list[int]:
+        """The pages of `slot`, in the order of the positions."""
+        return list(self._pages[slot])
+
     def reserve(self, slot: int, length: int) -> None:
         """Give `slot` the pages for positions 0..length - 1. Raises `OutOfPages` and takes nothing if too few."""
-        limit = self.config.max_position_embeddings
-        if length > limit:
-            raise ValueError(f"{length} tokens of context: the model ends at max_position_embeddings = {limit}")
+        if length > self.max_model_len:
+            raise ValueError(f"{length} tokens of context: the state was made for {self.max_model_len}")
         pages = self._pages[slot]
         missing = -(-length // self.page_tokens) - len(pages)
-        if missing > len(self._free_pages):
+        if missing <= 0:
+            return
+        if missing > self.free_pages:
             raise OutOfPages(
                 f"slot {slot} needs {missing} more pages of {self.page_tokens} tokens, {self.free_pages} are free"
             )
-        for _ in range(missing):
-            page = self._free_pages.pop()
-            self.page_table[slot, len(pages)] = page
-            pages.append(page)
+        self._add_pages(slot, self.pool.take(missing))
 
     def release(self, slot: int) -> None:
         """Take back the slot and its pages."""
         if slot in self._free_slots:
             raise ValueError(f"slot {slot} is not in use")
-        self._free_pages.extend(reversed(self._pages[slot]))
+        self.pool.drop(self._pages[slot])
         self._pages[slot] = []
         self._free_slots.append(slot)
+
+    def _add_pages(self, slot: int, pages: Sequence[int]) -> None:
+        held = self._pages[slot]
+        self.page_table[slot, len(held) : len(held) + len(pages)] = torch.tensor(pages, device=self.device)
+        held.extend(pages)
+
+    # -- sharing prefixes -----------------------------------------------------------------------------------------
+
+    def save_windows(self, slot: int, page_number: int) -> None:
+        """Copy the window entries of one complete page of `slot` out of the rings, which will overwrite them."""
+        first = page_number * self.page_tokens
+        places = torch.arange(first, first + self.page_tokens, device=self.device) % self.ring
+        page = self._pages[slot][page_number]
+        layers = len(self.window)
+        self.page_windows[:layers, page] = self.window[:, slot, places]
+        self.page_windows[layers:, page] = self.draft_window[:, slot, places]
+
+    def attach(self, slot: int, pages: Sequence[int], history: Tensor) -> None:
+        """Start `slot`, which holds nothing yet, behind complete `pages` that were published with their windows.
+
+        `history` [tokens] int64 are the compressed ids of the tokens in front of the border (as many as the Engram
+        looks back, fewer only at the start of the sequence).
+        """
+        assert not self._pages[slot], "only an empty slot can start behind shared pages"
+        self.pool.share(pages)
+        self._add_pages(slot, pages)
+        border, layers = len(pages) * self.page_tokens, len(self.window)
+        needed = -(-self.config.sliding_window // self.page_tokens)
+        for number in range(max(0, len(pages) - needed), len(pages)):
+            first = number * self.page_tokens
+            places = torch.arange(first, first + self.page_tokens, device=self.device) % self.ring
+            self.window[:, slot, places] = self.page_windows[:layers, pages[number]]
+            self.draft_window[:, slot, places] = self.page_windows[layers:, pages[number]]
+        positions = torch.arange(border - len(history), border, device=self.device)
+        self.history[slot, positions % self.ring] = history
 
     def check(self, rows: Rows) -> None:
         """Raise ValueError where `rows` cannot be run: too many rows of a request, or positions without a page."""

@@ -15,8 +15,10 @@ from flashstep.draft import Draft
 from flashstep.executor import Request, Step
 from flashstep.formats import Numerics
 from flashstep.model import Model
-from flashstep.stages.accept.reference import SamplingError, SamplingParams, probabilities
-from flashstep.state import OutOfPages, Rows, State
+from flashstep.pages import OutOfPages
+from flashstep.params import SamplingParams
+from flashstep.stages.accept.reference import SamplingError, probabilities
+from flashstep.state import Rows, State
 
 BF16 = Numerics()
 FLOAT32 = Numerics(torch.float32)
