@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from flashstep.chat import Piece, StopMatcher, StreamingDetokenizer
-from flashstep.executor import Constraint, Request, Step, StepResult
-from flashstep.grammar import GrammarCompiler, MinTokens, both
+from flashstep.executor import Request, Step, StepResult
+from flashstep.grammar import Fallible, GrammarCompiler, MinTokens, both
 from flashstep.loading import LoadedModel
 from flashstep.pages import OutOfPages, page_keys
 from flashstep.requests import (
@@ -51,6 +51,7 @@ class _Live:
     asked: GenerationRequest
     request: Request
     on_delta: OnDelta
+    constraint: Fallible | None
     max_tokens: int
     detokenizer: StreamingDetokenizer
     stops: StopMatcher
@@ -186,13 +187,14 @@ class Engine:
         self.check(asked)
         number = next(self._numbers)
         seed = secrets.randbits(63) if asked.params.seed is None else asked.params.seed
+        constraint = self._constraint(asked)
         request = Request(
             -1,
             list(asked.prompt),
             asked.params,
             seed,
             self.loaded.config.vocab_size,
-            self._constraint(asked),
+            constraint,
             asked.prompt_logprobs is not None,
         )
         drafts = self.core.num_speculative_tokens
@@ -201,6 +203,7 @@ class Engine:
             asked,
             request,
             on_delta,
+            constraint,
             self.max_model_len - len(asked.prompt) if asked.max_tokens is None else asked.max_tokens,
             StreamingDetokenizer(self.loaded.tokenizer),
             StopMatcher(asked.stop),
@@ -465,6 +468,10 @@ class Engine:
             # The rest of the block was never said: it must not be cached either.
             del live.request.tokens[len(live.request.tokens) - len(result.tokens) + len(tokens) :]
         self._publish(live)
+        failure = None if live.constraint is None else live.constraint.failure
+        if failure is not None and reason in (None, "stop"):
+            self._end(live, tokens, pieces, "error", error=f"the grammar cannot be followed: {failure}")
+            return
         logprobs = self._logprobs(live, result.logits[: len(tokens)], tokens)
         accepted = min(result.accepted, len(tokens))
         if reason is not None:
@@ -549,7 +556,7 @@ class Engine:
     def _take_prompt_logprobs(self, live: _Live) -> list[TokenLogprob | None] | None:
         return live.prompt_logprobs if live.usage.steps <= 1 else None
 
-    def _constraint(self, asked: GenerationRequest) -> Constraint | None:
+    def _constraint(self, asked: GenerationRequest) -> Fallible | None:
         grammar = None if asked.grammar is None else self._grammars.constraint(asked.grammar)
         if asked.min_tokens == 0:
             return grammar
