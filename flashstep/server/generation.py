@@ -51,18 +51,24 @@ class Job(Protocol):
         """The answer that is not streamed."""
 
 
+async def check(engine: ServingEngine, job: Job) -> None:
+    """Raise what the engine has against a job, under the names that the client knows, before anything is sent."""
+    try:
+        if job.requests[0].grammar is not None:
+            await asyncio.to_thread(engine.check, job.requests[0])  # compiles it, which may take a while
+        for request in job.requests:
+            engine.check(request)
+    except RequestError as error:
+        problem = str(error).removeprefix(f"{error.param}: ")
+        raise bad_request(job.field_names.get(error.param, error.param), problem) from error
+
+
 class Generation(Response):
     """The response of a job. Sending it runs the job; when the client has gone, the job is cancelled."""
 
     def __init__(self, serving: Serving, job: Job) -> None:
-        """Raises what the engine's check raises, before anything is sent."""
+        """`job` has been checked."""
         super().__init__()
-        try:
-            for request in job.requests:
-                serving.engine.check(request)
-        except RequestError as error:
-            problem = str(error).removeprefix(f"{error.param}: ")
-            raise bad_request(job.field_names.get(error.param, error.param), problem) from error
         self._serving, self._job = serving, job
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

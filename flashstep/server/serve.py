@@ -13,6 +13,7 @@ import socket
 import threading
 from collections.abc import Generator
 from pathlib import Path
+from types import FrameType
 
 import uvicorn
 
@@ -35,6 +36,7 @@ class Server(uvicorn.Server):
         app = create_app(engine, settings)
         self._serving: Serving = app.state.serving
         self._grace_s = grace_s
+        self._engine_ends: list[asyncio.Task[None]] = []
         super().__init__(
             uvicorn.Config(
                 app,
@@ -55,9 +57,18 @@ class Server(uvicorn.Server):
         self._serving.closing = True
         running = self._serving.engine.stats().running
         log.info("shutting down; %d running requests have %g s to finish", running, self._grace_s)
-        engine_ends = asyncio.create_task(self._serving.engine.shutdown(self._grace_s))
+        self._end_engine(self._grace_s)
         await super().shutdown(sockets)
-        await engine_ends
+        await asyncio.gather(*self._engine_ends)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """The first signal starts the grace period, the next one ends it."""
+        if self._serving.closing:
+            self._end_engine(0)
+        self.should_exit = True
+
+    def _end_engine(self, grace_s: float) -> None:
+        self._engine_ends.append(asyncio.get_running_loop().create_task(self._serving.engine.shutdown(grace_s)))
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:

@@ -23,6 +23,7 @@ from flashstep.server.errors import bad_request
 from flashstep.server.protocol import ResponseFormat, StructuredOutputs
 
 _MAX_REF_DEPTH = 16
+_MAX_BRANCHES = 256
 _JSON_TYPES = ["object", "array", "number", "boolean", "null"]  # all that is no string
 # The spacing in which the chat format writes values; unknown keywords are passed over rather than refused.
 _GUIDANCE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": ", "lenient": True}
@@ -37,8 +38,8 @@ def answer_grammar(structured: StructuredOutputs | None, response_format: Respon
         found.append(("response_format", Grammar("json_object", "")))
     if structured is not None:
         if structured.json_ is not None:
-            schema = structured.json_ if isinstance(structured.json_, str) else json.dumps(structured.json_)
-            found.append(("structured_outputs.json", Grammar("json_schema", schema)))
+            schema = structured.json_ if isinstance(structured.json_, dict) else _parsed(structured.json_)
+            found.append(("structured_outputs.json", Grammar("json_schema", json.dumps(schema))))
         if structured.regex is not None:
             found.append(("structured_outputs.regex", Grammar("regex", structured.regex)))
         if structured.choice is not None:
@@ -83,6 +84,13 @@ def output_grammar(
         lines.append(f"thinking: ANY_TEXT {_token(tokenizer, END_THINK)}")
     lines.append("ANY_TEXT: /(?s:.*)/")
     return Grammar("lark", "\n".join(lines) + "\n")
+
+
+def _parsed(schema: str) -> Any:
+    try:
+        return json.loads(schema)
+    except (ValueError, RecursionError) as error:
+        raise bad_request("structured_outputs.json", f"not JSON: {error}") from error
 
 
 def _answer_rule(answer: Grammar) -> list[str]:
@@ -154,33 +162,39 @@ class _CallRules:
         yield rf'{rule}: {opener} ({values}) {self._dsml} " parameter>\n"'
 
 
-def _values(schema: Any, root: Mapping[str, Any], where: str, depth: int = 0) -> Iterator[str]:
+def _values(schema: Any, root: Mapping[str, Any], where: str) -> Iterator[str]:
     """Ways to write a value, each from the quote of `string="..."` to the closing tag's `</`."""
-    if schema is True or schema == {}:
-        schema = {"type": ["string", *_JSON_TYPES]}
-    if depth > _MAX_REF_DEPTH or not isinstance(schema, Mapping):
-        raise bad_request(where, "every property needs a schema, an object, that does not only refer to itself")
-    inner = _resolved(schema, root, where)
-    branches = inner.get("anyOf") or inner.get("oneOf")
-    if branches:
-        for branch in branches:
-            yield from _values(branch, root, where, depth + 1)
-        return
-    if "const" in inner or "enum" in inner:
-        allowed = [inner["const"]] if "const" in inner else inner["enum"]
-        for text in (value for value in allowed if isinstance(value, str)):
-            yield rf'"\"true\">" {json.dumps(text + "</")}'
-        others = [value for value in allowed if not isinstance(value, str)]
-        if others:
-            yield _json_value({"enum": others}, root)
-        return
-    types = inner.get("type", ["string", *_JSON_TYPES])
-    types = [types] if isinstance(types, str) else list(types)
-    if "string" in types:
-        yield r'"\"true\">" STRING_VALUE'
-    others = [name for name in types if name != "string"]
-    if others:
-        yield _json_value({**inner, "type": others if len(others) > 1 else others[0]}, root)
+    todo, num_seen = [schema], 0
+    while todo:
+        one = todo.pop(0)
+        num_seen += 1
+        if num_seen > _MAX_BRANCHES:
+            raise bad_request(where, f"a parameter has more than {_MAX_BRANCHES} alternatives, or refers to itself")
+        if one is True:
+            one = {}
+        if not isinstance(one, Mapping):
+            raise bad_request(where, f"every property needs a schema, found {one!r}")
+        inner = _resolved(one, root, where)
+        branches = inner.get("anyOf") or inner.get("oneOf")
+        types = inner.get("type", ["string", *_JSON_TYPES])
+        types = list(types) if isinstance(types, list) else [types]
+        if isinstance(branches, list):
+            todo = [*branches, *todo]
+        elif "const" in inner or "enum" in inner:
+            allowed = [inner["const"]] if "const" in inner else inner["enum"]
+            if not isinstance(allowed, list) or not allowed:
+                raise bad_request(where, f"enum is {allowed!r}, wanted a list of values")
+            for text in (value for value in allowed if isinstance(value, str)):
+                yield rf'"\"true\">" {json.dumps(text + "</")}'
+            others = [value for value in allowed if not isinstance(value, str)]
+            if others:
+                yield _json_value({"enum": others}, root)
+        else:
+            if "string" in types:
+                yield r'"\"true\">" STRING_VALUE'
+            others = [name for name in types if name != "string"]
+            if others:
+                yield _json_value({**inner, "type": others if len(others) > 1 else others[0]}, root)
 
 
 def _json_value(schema: Mapping[str, Any], root: Mapping[str, Any]) -> str:
