@@ -105,7 +105,7 @@ def client_of(url: str, **options: Any) -> httpx.Client:
 
 def events(client: httpx.Client, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
     """The events of a stream, framing checked; the usage event last."""
-    asked = body | {"stream": True, "stream_options": {"include_usage": True, "include_dspark": True}}
+    asked = body | {"stream": True, "stream_options": {"include_usage": True}, "dspark_details": True}
     with client.stream("POST", path, json=asked) as response:
         assert response.status_code == 200, response.read()
         assert response.headers["content-type"].startswith("text/event-stream")
@@ -233,6 +233,8 @@ def test_chat_streamed_equals_whole(http: httpx.Client) -> None:
     steps = [event["choices"][0]["dspark"] for event in found[:-1]]
     assert sum(step["accepted"] for step in steps) == whole["usage"]["dspark"]["accepted"]
     assert len(steps) == whole["usage"]["dspark"]["steps"]
+    assert "".join(text for step in steps for text in step["texts"]) == streamed["content"]
+    assert all(len(step["texts"]) == len(step["tokens"]) for step in steps)
 
 
 def test_thinking_is_told_apart(api: openai.OpenAI) -> None:
@@ -1012,7 +1014,7 @@ def test_the_server_imports_no_tensor_library() -> None:
 
 @pytest.mark.parametrize(("grace_s", "signals"), [("0.5", [signal.SIGTERM]), ("60", [signal.SIGINT, signal.SIGINT])])
 def test_signals_under_load(grace_s: str, signals: list[signal.Signals]) -> None:
-    """Clients of requests that outlast the grace period, or a second signal, are told; the process ends with status 0."""
+    """Clients of requests that outlast the grace period, or a second signal, are told; the process ends in order."""
     options = [
         "--port",
         "0",

@@ -20,13 +20,12 @@ from flashstep.chat import (
 )
 from flashstep.chat.tokens import DSML, END_THINK
 from flashstep.requests import Delta, GenerationRequest, Grammar
-from flashstep.server.completions import dspark_step
 from flashstep.server.errors import bad_request
 from flashstep.server.interface import Serving
 from flashstep.server.logprobs import chat_logprobs
 from flashstep.server.protocol import ChatBody, ChatInput, NamedToolChoice
 from flashstep.server.tool_grammar import answer_grammar, output_grammar
-from flashstep.server.usage import UsageSum
+from flashstep.server.usage import StepDetails, UsageSum
 
 _FUNCTION_NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
 
@@ -126,8 +125,8 @@ class ChatJob:
             "finish_reason": choice.finish_reason,
             "stop_reason": choice.stop_reason,
         }
-        if self._body.stream_options.include_dspark:
-            shown["dspark"] = dspark_step(self._tokenizer, delta)
+        if self._body.dspark_details:
+            shown["dspark"] = choice.steps.push(delta)
         return self._chunk([shown]) | ({"usage": None} if self.include_usage else {})
 
     def usage_chunk(self) -> dict[str, Any]:
@@ -163,6 +162,7 @@ class _Choice:
         self._content: list[str] = []
         self._reasoning: list[str] = []
         self._calls: list[dict[str, Any]] = []
+        self.steps = StepDetails(tokenizer)
         self.reasoning_tokens = 0
         self.logprobs: list[dict[str, Any]] = []
         self.finish_reason: str | None = None

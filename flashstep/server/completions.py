@@ -12,10 +12,10 @@ from flashstep.chat import Tokenizer
 from flashstep.requests import Delta, GenerationRequest, Usage
 from flashstep.server.errors import bad_request
 from flashstep.server.interface import Serving
-from flashstep.server.logprobs import CompletionLogprobs, token_label
+from flashstep.server.logprobs import CompletionLogprobs
 from flashstep.server.protocol import CompletionBody
 from flashstep.server.tool_grammar import answer_grammar
-from flashstep.server.usage import UsageSum
+from flashstep.server.usage import StepDetails, UsageSum
 
 MAX_PROMPTS = 1024
 # Longer texts are encoded on a thread, so that streams of others go on meanwhile.
@@ -75,6 +75,7 @@ class _Choice:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.text: list[str] = []
         self.logprobs = CompletionLogprobs(tokenizer)
+        self.steps = StepDetails(tokenizer)
         self.logprob_lists: dict[str, list[Any]] = {}
         self.finish_reason: str | None = None
         self.stop_reason: str | int | None = None
@@ -92,7 +93,7 @@ class CompletionJob:
 
     def __init__(self, body: CompletionBody, model: str, prompts: list[_Prompt], tokenizer: Tokenizer) -> None:
         self.stream, self.include_usage = body.stream, body.stream_options.include_usage
-        self._body, self._prompts, self._tokenizer = body, prompts, tokenizer
+        self._body, self._prompts = body, prompts
         self._head = {
             "id": f"cmpl-{uuid.uuid4().hex}",
             "object": "text_completion",
@@ -152,8 +153,8 @@ class CompletionJob:
             "finish_reason": choice.finish_reason,
             "stop_reason": choice.stop_reason,
         }
-        if self._body.stream_options.include_dspark:
-            shown["dspark"] = dspark_step(self._tokenizer, delta)
+        if self._body.dspark_details:
+            shown["dspark"] = choice.steps.push(delta)
         return self._head | {"choices": [shown]} | ({"usage": None} if self.include_usage else {})
 
     def usage_chunk(self) -> dict[str, Any]:
@@ -179,12 +180,3 @@ class CompletionJob:
         if self._drops_output:
             usage = Usage(prompt_tokens=usage.prompt_tokens, cached_tokens=usage.cached_tokens)
         self._usage.add(index // self._body.n, usage)
-
-
-def dspark_step(tokenizer: Tokenizer, delta: Delta) -> dict[str, Any]:
-    """What one step did: its tokens, the first `accepted` of which were drafts."""
-    return {
-        "tokens": [token_label(tokenizer, token) for token in delta.tokens],
-        "accepted": delta.accepted,
-        "drafted": delta.drafted,
-    }

@@ -37,10 +37,9 @@ class Body(BaseModel):
 
 
 class StreamOptions(Body):
-    """`include_usage` adds an event with the usage; `include_dspark` tells of each event which drafts it accepted."""
+    """`include_usage` adds an event with the usage."""
 
     include_usage: bool = False
-    include_dspark: bool = False
 
 
 class StructuredOutputs(Body):
@@ -89,6 +88,7 @@ class Sampling(Body):
     min_tokens: int = Field(0, ge=0)
     ignore_eos: bool = False
     structured_outputs: StructuredOutputs | None = None
+    dspark_details: bool = False  # ours: a stream's choices say which of a step's tokens were drafts
 
     def stops(self) -> tuple[str, ...]:
         """Stop strings, one or several."""

@@ -1,7 +1,7 @@
 """Usage of an answer: the figures of its choices added up, in OpenAI's shape and with DSpark's under their own name.
 
 OpenAI's `accepted_prediction_tokens` are about text that the client predicted; drafts are the engine's own business and
-are reported as `usage.dspark`.
+are reported as `usage.dspark`, and step by step to whoever asks for `dspark_details`.
 """
 
 from __future__ import annotations
@@ -9,7 +9,8 @@ from __future__ import annotations
 from itertools import zip_longest
 from typing import Any
 
-from flashstep.requests import Usage
+from flashstep.chat import StreamingDetokenizer, Tokenizer
+from flashstep.requests import Delta, Usage
 
 
 class UsageSum:
@@ -55,3 +56,15 @@ class UsageSum:
                 "synthetic": any(usage.synthetic for usage in self._ended),
             },
         }
+
+
+class StepDetails:
+    """What each step of a choice did: its tokens, the first `accepted` of which were drafts, and each token's text."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._detokenizer = StreamingDetokenizer(tokenizer)
+
+    def push(self, delta: Delta) -> dict[str, Any]:
+        """The `dspark` object of a stream's choice. A token that ends inside a character has no text."""
+        texts = ["".join(piece.text for piece in self._detokenizer.push(token)) for token in delta.tokens]
+        return {"tokens": delta.tokens, "texts": texts, "accepted": delta.accepted, "drafted": delta.drafted}
