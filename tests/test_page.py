@@ -11,6 +11,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -205,6 +206,14 @@ class Browser:
         for kind in ("mousePressed", "mouseReleased"):
             self.call("Input.dispatchMouseEvent", type=kind, x=box[0], y=box[1], button="left", clickCount=1)
 
+    def press(self, key: str, *, control: bool = False) -> None:
+        code = {"Enter": 13}[key]
+        for kind in ("keyDown", "keyUp"):
+            self.call(
+                "Input.dispatchKeyEvent", type=kind, key=key, code=key, text="" if control else "\r",
+                windowsVirtualKeyCode=code, modifiers=2 if control else 0,
+            )  # fmt: skip
+
     def ask(self, prompt: str) -> None:
         self.fill("prompt", prompt)
         self.click("#generate")
@@ -388,8 +397,9 @@ def test_a_missing_key_is_asked_for_and_used(page):
     page.call("Input.insertText", text="wrong")
     page.click("#generate")
     page.until("document.getElementById('error-text').textContent.includes('Incorrect API key provided')")
+    page.finished()
     page.fill("api-key", KEY)
-    page.click("#generate")
+    page.press("Enter")
     page.until("document.getElementById('status').textContent === 'ended by itself'")
     assert not page.visible("#error")
     assert page.text("#output") == TEXT
@@ -502,9 +512,47 @@ def test_all_controls_have_names_and_keys_work(page):
         ("image", "Time between steps"),
     } <= set(named)
     page.js("document.getElementById('prompt').focus()")
-    for kind in ("keyDown", "keyUp"):
-        page.call("Input.dispatchKeyEvent", type=kind, key="Enter", code="Enter", windowsVirtualKeyCode=13, modifiers=2)
+    page.press("Enter", control=True)
     page.until("document.getElementById('status').textContent === 'ended by itself'")
+
+
+def test_the_page_shows_the_step_of_the_server_itself(tab, tmp_path):
+    """The bundled model behind `flashstep serve`: the page's figures are those that the server counted."""
+    log = tmp_path / "log"
+    with log.open("wb") as file:
+        command = [sys.executable, "-m", "flashstep", "serve", "--port", "0"]
+        server = subprocess.Popen(command, stdout=file, stderr=file, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    try:
+        end = time.monotonic() + 60
+        while "ready" not in (text := log.read_text()):
+            assert server.poll() is None, text
+            assert time.monotonic() < end, text
+            time.sleep(0.1)
+        found = re.search(r"http://127\.0\.0\.1:\d+", text)
+        assert found, text
+        tab.size(1200, 1000)
+        tab.scheme("light")
+        tab.call("Page.navigate", url=found[0] + "/")
+        tab.until("document.readyState === 'complete' && document.getElementById('model').textContent !== ''")
+        for mode in ("completion", "chat"):
+            tab.click(f"label:has(input[value={mode}])")
+            tab.fill("max-tokens", "48")
+            tab.click("#generate")
+            tab.finished()
+            assert not tab.visible("#error"), tab.text("#error-text")
+            assert tab.text("#status") in ("ended by itself", "reached its maximum length")
+            counted = tab.js("({tokens: run.tokens, drafted: run.drafted, accepted: run.accepted, usage: run.usage})")
+            assert counted["tokens"] == counted["usage"]["completion_tokens"]
+            assert counted["drafted"] == counted["usage"]["dspark"]["drafted_per_position"]
+            # A block that max_tokens cuts short may have stood further than it is shown.
+            stood = counted["usage"]["dspark"]["accepted_per_position"]
+            assert all(0 <= a - b <= 1 for a, b in zip(stood, counted["accepted"], strict=True)), (stood, counted)
+            assert tab.count("#output .own") > 0
+            assert tab.count("#output .t:not(.own)") > 0, "no draft was accepted"
+            tab.picture(f"real-{mode}")
+    finally:
+        server.terminate()
+        server.wait(timeout=30)
 
 
 def test_the_page_is_one_file_that_needs_no_other():
