@@ -449,7 +449,9 @@ def test_a_vocabulary_smaller_than_the_tokenizers_is_refused():
 
 
 class Brittle:
-    """A matcher that gives up on the mask behind `at` tokens."""
+    """A matcher that gives up on the mask behind `at` tokens, and counts masks."""
+
+    masks = 0
 
     def __init__(self, real, at: int, count: int = 0) -> None:
         self.real, self.at, self.count, self.broken = real, at, count, False
@@ -458,6 +460,7 @@ class Brittle:
         return Brittle(self.real.deep_copy(), self.at, self.count)
 
     def compute_bitmask(self):
+        Brittle.masks += 1
         self.broken |= self.count == self.at
         return self.real.compute_bitmask()
 
@@ -502,13 +505,13 @@ def test_giving_up_ends_the_request_with_a_reason():
 
 
 def test_giving_up_behind_a_draft_that_falls_changes_nothing():
-    constraint = brittle("[ab]{6}", 2)
+    constraint = brittle("[ab]{6}", 3)
     a, b = tokens_of("ab")
-    rows = constraint.allowed([a, b, a])
-    assert rows[1, b]
-    assert rows[2:].nonzero()[:, 1].tolist() == [EOS, EOS]
+    rows = constraint.allowed([a, b, a, b])
+    assert rows[2, a]
+    assert rows[3:].nonzero()[:, 1].tolist() == [EOS, EOS]
     assert constraint.failure is None
-    constraint.advance([TOKENIZER.encode("aba")[0]] if len(TOKENIZER.encode("aba")) == 1 else [a])
+    constraint.advance([a, a])
     assert constraint.failure is None
     assert constraint.allowed([])[0, a]
 
@@ -519,6 +522,17 @@ def test_giving_up_behind_a_draft_that_stands_is_told():
     constraint.allowed([a, b])
     constraint.advance([a, b, EOS])  # the only token that was left
     assert constraint.failure == "Too many items"
+
+
+def test_a_step_computes_each_mask_once():
+    constraint = brittle("[ab]{60}", -1)
+    a, b = tokens_of("ab")
+    Brittle.masks = 0
+    for _ in range(4):  # drafting asks row by row, verification for all, and the first three stand
+        for k in range(6):
+            constraint.allowed([a, b, a, b, a][:k])
+        constraint.advance([a, b, a, a])
+    assert Brittle.masks == 4 * 6
 
 
 def test_text_that_the_masks_did_not_allow_is_a_failure():
