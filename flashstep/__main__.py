@@ -251,6 +251,13 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
         ("--max-queue", default.max_queue, "requests that may wait; more get status 429"),
     ):
         engine.add_argument(option, type=int, default=value, metavar="N", help=f"{text} (%(default)s)")
+    engine.add_argument(
+        "--decode-slowdown",
+        type=float,
+        default=default.decode_slowdown,
+        metavar="X",
+        help="prompts may make the steps of running users take X times as long, inf: no limit (%(default)s)",
+    )
     engine.add_argument("--max-model-len", type=int, metavar="N", help="prompt and answer (default: the model's limit)")
     engine.add_argument(
         "--kv-cache-memory",

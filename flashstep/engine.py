@@ -11,6 +11,7 @@ its text and its drafts, so that it goes on as if nothing had happened.
 from __future__ import annotations
 
 import itertools
+import math
 import secrets
 import time
 from collections import Counter
@@ -24,6 +25,7 @@ from flashstep.chat import Piece, StopMatcher, StreamingDetokenizer
 from flashstep.executor import Request, Step, StepResult
 from flashstep.grammar import Fallible, GrammarCompiler, MinTokens, both
 from flashstep.loading import LoadedModel
+from flashstep.pace import StepTimes
 from flashstep.pages import OutOfPages, page_keys
 from flashstep.requests import (
     Delta,
@@ -131,6 +133,7 @@ class Engine:
         self._totals: Counter[str] = Counter()
         self._drafted, self._accepted = [0] * drafts, [0] * drafts
         self._step_s = 0.0
+        self._times = StepTimes()
 
     def capacity(self) -> str:
         """How much fits, in words."""
@@ -289,10 +292,12 @@ class Engine:
         work = self._schedule()
         if not work:
             return False
+        rows = sum(self._rows_of(live, limit) for live, limit in work)
         results = self.core([live.request for live, _ in work], [limit for _, limit in work])
         now = self._turned_s = time.monotonic()
         self._turns += 1
         self._step_s += now - started
+        self._times.note(rows, now - started)
         for (live, _), result in zip(work, results, strict=True):
             live.last_turn = self._turns
             self._deliver(live, result, now)
@@ -308,8 +313,12 @@ class Engine:
             if rows <= budget and self._reserve(live, rows):
                 work.append((live, 1))
                 budget -= rows
-        if work and self._turns % self.config.prefill_schedule_interval:
-            return self._still_running(work)
+        if work:
+            if self._turns % self.config.prefill_schedule_interval:
+                return self._still_running(work)
+            decoding = self.config.max_num_batched_tokens - budget
+            if math.isfinite(self.config.decode_slowdown):
+                budget = min(budget, self._times.extra_rows(decoding, self.config.decode_slowdown))
         for live in [live for live in self._running if not live.decoding]:
             budget -= self._add_prompt(live, budget, work)
         while budget > 0 and self._waiting and self._can_start():
@@ -317,6 +326,11 @@ class Engine:
             self._start(live)
             budget -= self._add_prompt(live, budget, work)
         return self._still_running(work)
+
+    @staticmethod
+    def _rows_of(live: _Live, limit: int) -> int:
+        """Rows that `limit` waiting tokens of a request are in a step, drafts included."""
+        return limit + (len(live.request.drafts) if limit == live.request.waiting else 0)
 
     def _still_running(self, work: list[tuple[_Live, int]]) -> list[tuple[_Live, int]]:
         return [(live, limit) for live, limit in work if live.request.slot >= 0]  # some may have been preempted
@@ -327,13 +341,13 @@ class Engine:
         if request.slot < 0 or budget <= 0:
             return 0
         limit = min(request.waiting, budget)
-        drafts = len(request.drafts) if limit == request.waiting else 0
-        if limit + drafts > budget:  # a resumed request ends its prompt with its drafts
-            limit, drafts = request.waiting - 1, 0
-        if limit <= 0 or not self._reserve(live, limit + drafts):
+        if self._rows_of(live, limit) > budget:  # a resumed request ends its prompt with its drafts
+            limit = request.waiting - 1
+        rows = self._rows_of(live, limit)
+        if limit <= 0 or not self._reserve(live, rows):
             return 0
         work.append((live, limit))
-        return limit + drafts
+        return rows
 
     def _reserve(self, live: _Live, rows: int) -> bool:
         """Pages for `rows` more rows, taken from younger requests if need be; False where `live` itself had to go."""

@@ -19,6 +19,8 @@ class EngineConfig:
     kv_cache_memory: bytes for pages (compressed entries, index keys and the window entries behind the prefix cache).
     page_tokens: positions per page; a prefix hit ends at a page border.
     prefill_schedule_interval: prompts are worked on in every n-th step while requests are decoding.
+    decode_slowdown: such a step may take so many times as long as one without prompts; chunks are sized by the times
+    of recent steps. Infinity leaves max_num_batched_tokens as the only limit.
     max_queue: requests that may wait; one more is refused.
     num_speculative_tokens: drafts per step; None: the model's block size. rule: how drafts are accepted;
     synthetic_accepted: mean number of accepted drafts, with the rule "synthetic" (for timing alone).
@@ -27,10 +29,11 @@ class EngineConfig:
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 512
     max_model_len: int | None = None
-    kv_cache_memory: int = 1 << 30
+    kv_cache_memory: int = 1 << 28
     page_tokens: int = 64
     enable_prefix_caching: bool = True
     prefill_schedule_interval: int = 1
+    decode_slowdown: float = 1.7
     max_queue: int = 1024
     num_speculative_tokens: int | None = None
     rule: Rule = "standard"
@@ -49,6 +52,8 @@ class EngineConfig:
             )
             if getattr(self, name) < least
         ]
+        if not self.decode_slowdown > 1:
+            problems.append(f"decode_slowdown = {self.decode_slowdown}: expected more than 1")
         if self.max_model_len is not None and self.max_model_len < 2:
             problems.append(f"max_model_len = {self.max_model_len}: expected at least 2")
         if self.rule not in RULES:

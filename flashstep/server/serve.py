@@ -106,6 +106,7 @@ def run(args: argparse.Namespace) -> int:
         kv_cache_memory=parse_bytes(args.kv_cache_memory, "--kv-cache-memory"),
         enable_prefix_caching=not args.no_prefix_caching,
         prefill_schedule_interval=args.prefill_schedule_interval,
+        decode_slowdown=args.decode_slowdown,
         max_queue=args.max_queue,
         num_speculative_tokens=0 if args.no_speculation else args.num_speculative_tokens,
         rule=args.rejection,
