@@ -456,7 +456,6 @@ class Engine:
             self._publish(live)
             return
         usage = live.usage
-        self._count_step(live, result, now)
         tokens: list[int] = []
         pieces: list[Piece] = []
         reason: FinishReason | None = None
@@ -475,7 +474,10 @@ class Engine:
                     reason = "length"
             if reason is not None:
                 break
-        self._totals["completion"] += len(tokens)
+        # Drafts behind a cut were neither accepted nor rejected by what was delivered: they count nowhere.
+        accepted = min(result.accepted, len(tokens))
+        drafted = result.drafted if len(tokens) > result.accepted else len(tokens)
+        self._count_step(live, len(tokens), accepted, drafted, now)
         if reason is not None:
             if live.stops.matched is None:
                 pieces += live.stops.finish() + live.detokenizer.finish()
@@ -487,7 +489,6 @@ class Engine:
             self._end(live, tokens, pieces, "error", error=f"the grammar cannot be followed: {failure}")
             return
         logprobs = self._logprobs(live, result.logits[: len(tokens)], tokens)
-        accepted = min(result.accepted, len(tokens))
         if reason is not None:
             self._end(
                 live,
@@ -497,12 +498,12 @@ class Engine:
                 stop_reason=stop_reason,
                 logprobs=logprobs,
                 accepted=accepted,
-                drafted=result.drafted,
+                drafted=drafted,
             )
             return
-        live.on_delta(Delta(tokens, pieces, accepted, result.drafted, logprobs, self._take_prompt_logprobs(live)))
+        live.on_delta(Delta(tokens, pieces, accepted, drafted, logprobs, self._take_prompt_logprobs(live)))
 
-    def _count_step(self, live: _Live, result: StepResult, now: float) -> None:
+    def _count_step(self, live: _Live, delivered: int, accepted: int, drafted: int, now: float) -> None:
         usage = live.usage
         if usage.steps:
             usage.step_s.append(now - live.last_s)
@@ -511,10 +512,13 @@ class Engine:
             usage.first_token_s = now - live.arrived_s
         live.last_s = now
         usage.steps += 1
-        for place in range(result.drafted):
-            for drafted, accepted in ((usage.drafted, usage.accepted), (self._drafted, self._accepted)):
-                drafted[place] += 1
-                accepted[place] += place < result.accepted
+        self._totals["completion"] += delivered
+        for counts in (usage.drafted, self._drafted):
+            for place in range(drafted):
+                counts[place] += 1
+        for counts in (usage.accepted, self._accepted):
+            for place in range(accepted):
+                counts[place] += 1
 
     def _end(
         self,

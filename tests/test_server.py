@@ -342,6 +342,11 @@ def test_json_schema(api: openai.OpenAI, http: httpx.Client) -> None:
         jsonschema.validate(json.loads(answer.choices[0].message.content), schema)
     body = {"messages": USER, "max_tokens": 40, "structured_outputs": {"choice": ["yes", "no"]}} | NOT_THINKING
     assert http.post("/v1/chat/completions", json=body).json()["choices"][0]["message"]["content"] in ("yes", "no")
+    schema = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"]}
+    wanted = {"type": "json_schema", "json_schema": {"schema": schema | {"additionalProperties": False}}}
+    body = {"prompt": "x = ", "max_tokens": 60, "response_format": wanted}
+    text = http.post("/v1/completions", json=body).json()["choices"][0]["text"]
+    assert json.loads(text)["ok"] in (True, False)
     body = {"prompt": "Date: ", "max_tokens": 40, "structured_outputs": {"regex": r"20\d\d/[01]\d"}}
     assert re.fullmatch(r"20\d\d/[01]\d", http.post("/v1/completions", json=body).json()["choices"][0]["text"])
 
@@ -523,6 +528,11 @@ def test_metrics(http: httpx.Client, engine: Any) -> None:
         ("structured_outputs", {"prompt": "x", "structured_outputs": {"regex": "("}}),
         ("structured_outputs", {"prompt": "x", "structured_outputs": {"json": {"type": "thing"}}}),
         ("structured_outputs.json", {"prompt": "x", "structured_outputs": {"json": "{"}}),
+        ("response_format", {"prompt": "x", "response_format": {"type": "json_schema"}}),
+        (
+            "response_format",
+            {"prompt": "x", "response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "thing"}}}},
+        ),
         ("stream_options.include_usage", {"prompt": "x", "stream_options": {"include_usage": "yes"}}),
     ],
 )

@@ -6,7 +6,7 @@ import asyncio
 import time
 import uuid
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from flashstep.chat import Tokenizer
 from flashstep.requests import Delta, GenerationRequest, Usage
@@ -85,15 +85,12 @@ class _Choice:
 class CompletionJob:
     """Choices of all prompts: those of the first prompt come first."""
 
-    field_names: ClassVar[dict[str, str]] = {
-        "prompt_logprobs": "logprobs",
-        "grammar": "structured_outputs",
-        "response_format": "structured_outputs",
-    }
-
     def __init__(self, body: CompletionBody, model: str, prompts: list[_Prompt], tokenizer: Tokenizer) -> None:
         self.stream, self.include_usage = body.stream, body.stream_options.include_usage
         self._body, self._prompts = body, prompts
+        self.field_names = {"prompt_logprobs": "logprobs"}
+        if body.structured_outputs is not None:  # the engine calls a schema by its usual name
+            self.field_names |= {"grammar": "structured_outputs", "response_format": "structured_outputs"}
         self._head = {
             "id": f"cmpl-{uuid.uuid4().hex}",
             "object": "text_completion",
@@ -102,7 +99,7 @@ class CompletionJob:
         }
         # Scoring a prompt needs one forward step, which brings a token that nobody asked for.
         self._drops_output = body.max_tokens == 0
-        grammar = answer_grammar(body.structured_outputs, None)
+        grammar = answer_grammar(body.structured_outputs, body.response_format)
         self.requests = [
             GenerationRequest(
                 prompt=tuple(prompt.ids),

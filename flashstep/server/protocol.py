@@ -42,6 +42,26 @@ class StreamOptions(Body):
     include_usage: bool = False
 
 
+class JsonSchema(Body):
+    """A schema as `response_format` carries it; it is always enforced, whatever `strict` says."""
+
+    name: str = "response"
+    schema_: dict[str, Any] = Field(alias="schema")
+
+
+class ResponseFormat(Body):
+    """`text`, `json_object` (any object) or `json_schema`."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def _complete(self) -> ResponseFormat:
+        if self.type == "json_schema" and self.json_schema is None:
+            raise bad_request("response_format.json_schema", "missing; it goes with the type json_schema")
+        return self
+
+
 class StructuredOutputs(Body):
     """vLLM's name for constraints on an answer; one of them."""
 
@@ -88,6 +108,7 @@ class Sampling(Body):
     min_tokens: int = Field(0, ge=0)
     ignore_eos: bool = False
     structured_outputs: StructuredOutputs | None = None
+    response_format: ResponseFormat | None = None
     dspark_details: bool = False  # ours: a stream's choices say which of a step's tokens were drafts
 
     def stops(self) -> tuple[str, ...]:
@@ -161,20 +182,6 @@ class NamedToolChoice(Body):
     function: FunctionChoice
 
 
-class JsonSchema(Body):
-    """A schema as `response_format` carries it; it is always enforced, whatever `strict` says."""
-
-    name: str = "response"
-    schema_: dict[str, Any] = Field(alias="schema")
-
-
-class ResponseFormat(Body):
-    """`text`, `json_object` (any object) or `json_schema`."""
-
-    type: Literal["text", "json_object", "json_schema"]
-    json_schema: JsonSchema | None = None
-
-
 class TemplateArguments(Body):
     """`chat_template_kwargs`, of which the model's format knows two."""
 
@@ -229,7 +236,6 @@ class ChatBody(Sampling, ChatInput):
 
     tool_choice: Literal["auto", "none", "required"] | NamedToolChoice = "auto"
     parallel_tool_calls: bool = True
-    response_format: ResponseFormat | None = None
     max_tokens: int | None = Field(None, ge=1)
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool = False
@@ -242,8 +248,6 @@ class ChatBody(Sampling, ChatInput):
             raise bad_request("top_logprobs", "needs logprobs: true")
         if self.modalities != ["text"]:
             raise bad_request("modalities", 'this model writes text: wanted ["text"]', code="unsupported_parameter")
-        if self.response_format and self.response_format.type == "json_schema" and not self.response_format.json_schema:
-            raise bad_request("response_format.json_schema", "missing; it goes with the type json_schema")
         if self.tool_choice not in ("auto", "none") and not self.tools:
             raise bad_request("tool_choice", "a call is asked for, but tools is empty")
         return self
