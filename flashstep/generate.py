@@ -28,6 +28,7 @@ from flashstep.loading import BUNDLED_MODEL, LoadedModel, check_device, load
 from flashstep.params import InvalidSamplingParams, SamplingParams
 from flashstep.requests import GenerationRequest, Usage
 from flashstep.settings import EngineConfig
+from flashstep.terminal import progress_bar
 
 SYNTHETIC_NOTE = "SYNTHETIC ACCEPTANCE: drafts were taken by chance; figures are for timing, the text is worthless"
 
@@ -41,7 +42,8 @@ def run(args: argparse.Namespace) -> int:
 
         torch.set_num_threads(args.threads)
     started = time.perf_counter()
-    loaded = load(BUNDLED_MODEL if args.model is None else args.model, device=args.device)
+    with progress_bar("loading tensors") as progress:
+        loaded = load(BUNDLED_MODEL if args.model is None else args.model, device=args.device, progress=progress)
     config = EngineConfig(
         max_num_seqs=1,
         max_model_len=args.max_model_len,

@@ -14,12 +14,13 @@ import torch
 from torch import Tensor
 
 from flashstep.chat import Tokenizer
-from flashstep.checkpoint import Checkpoint
+from flashstep.checkpoint import Checkpoint, Progress
 from flashstep.config import ModelConfig
 from flashstep.draft import Draft
 from flashstep.formats import Numerics, decode_engram_rows
 from flashstep.model import Model
 from flashstep.ops import Gather
+from flashstep.shards import CheckpointError
 from flashstep.stages.engram.token_map import compressed_token_map
 
 BUNDLED_MODEL = Path(__file__).parent / "models" / "tiny"
@@ -36,11 +37,21 @@ class CheckpointReader:
     Engram tables are read in place from the mapped files, or loaded onto the device.
     """
 
-    def __init__(self, checkpoint: Checkpoint, device: torch.device | str, engram: EngramPlacement = "mapped") -> None:
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        device: torch.device | str,
+        engram: EngramPlacement = "mapped",
+        progress: Progress | None = None,
+    ) -> None:
         self._checkpoint, self._device, self._engram = checkpoint, device, engram
+        self._progress, self._read = progress, 0
 
     def tensor(self, name: str) -> Tensor:
         """The tensor `name` as stored, on the device."""
+        self._read += 1
+        if self._progress is not None:
+            self._progress(name, self._read, len(self._checkpoint.specs))
         return self._checkpoint.tensor(name, device=self._device)
 
     def __contains__(self, name: object) -> bool:
@@ -113,8 +124,9 @@ def load(
     num: Numerics | None = None,
     device: torch.device | str = "cpu",
     engram: EngramPlacement = "mapped",
+    progress: Progress | None = None,
 ) -> LoadedModel:
-    """Load the model directory `path` for the reference backend.
+    """Load the model directory `path` for the reference backend; `progress` hears of every tensor that is read.
 
     Raises `ConfigError`, `CheckpointError`, `TokenizerError` or ValueError, each naming every problem it found.
     """
@@ -125,6 +137,12 @@ def load(
     tokenizer = Tokenizer.load(path)
     weight_bytes = sum(spec.nbytes for name, spec in checkpoint.specs.items() if ".engram.embed." not in name)
     keep_decoded = weight_bytes <= _DECODED_BYTES
-    reader = CheckpointReader(checkpoint, device, engram)
-    model = Model(config, reader, token_map(path, config), num, keep_decoded=keep_decoded)
-    return LoadedModel(path, config, tokenizer, model, Draft(model, reader, keep_decoded=keep_decoded))
+    compressed = token_map(path, config)
+    reader = CheckpointReader(checkpoint, device, engram, progress)
+    try:
+        model = Model(config, reader, compressed, num, keep_decoded=keep_decoded)
+        draft = Draft(model, reader, keep_decoded=keep_decoded)
+    except CheckpointError:
+        checkpoint.check_values()  # one tensor holds bad values: name all that do
+        raise
+    return LoadedModel(path, config, tokenizer, model, draft)
