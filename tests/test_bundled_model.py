@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import ast
 import json
-import re
 import math
 import random
+import re
 import shutil
 import warnings
 from collections.abc import Iterable, Sequence

@@ -26,7 +26,9 @@ EXACT = Numerics(torch.float32, quantize=False)
 GREEDY = SamplingParams(temperature=0.0)
 
 
-def make_step(model: Model, draft: Draft, *, requests: int = 1, drafts: int = 5, rows: int = 64, **options) -> Step:
+def make_step(
+    model: Model, draft: Draft, *, requests: int = 1, drafts: int = 5, rows: int = 64, device: str = "cpu", **options
+) -> Step:
     state = State(
         model.config,
         num_slots=requests,
@@ -34,6 +36,7 @@ def make_step(model: Model, draft: Draft, *, requests: int = 1, drafts: int = 5,
         page_tokens=32,
         rows_per_request=rows,
         dtype=model.num.dtype,
+        device=device,
     )
     return Step(model, draft, state, num_speculative_tokens=drafts, **options)
 
@@ -92,19 +95,19 @@ def force_drafts(request: Request, tokens: list[int]) -> None:
 def live_state(state: State, slot: int, length: int) -> dict[str, torch.Tensor]:
     """Every cache value that a request of `length` committed positions can still see."""
     config = state.config
-    slots = torch.tensor([slot])
-    window = state.window_positions(torch.tensor([length - 1]))
+    slots = torch.tensor([slot], device=state.device)
+    window = state.window_positions(torch.tensor([length - 1], device=state.device))
     window = window[window >= 0][None]
     live = {f"window {i}": state.read_ring(ring, slots, window) for i, ring in enumerate(state.window)}
     live |= {f"draft window {i}": state.read_ring(ring, slots, window) for i, ring in enumerate(state.draft_window)}
-    back = torch.arange(max(0, length - config.engram_max_ngram_size + 1), length)[None]
+    back = torch.arange(max(0, length - config.engram_max_ngram_size + 1), length, device=state.device)[None]
     live["history"] = state.read_ring(state.history, slots, back)
     for source, ring in state.raw.items():
         ratio = config.compress_ratios[source]
         complete = length // ratio
-        opened = torch.arange(complete * ratio, length)[None]
+        opened = torch.arange(complete * ratio, length, device=state.device)[None]
         live[f"open group {source}"] = state.read_ring(ring, slots, opened)
-        live[f"kv {source}"] = state.read_entries(source, slots, torch.arange(complete)[None])
+        live[f"kv {source}"] = state.read_entries(source, slots, torch.arange(complete, device=state.device)[None])
         live[f"index keys {source}"] = state.read_index_keys(source, slot, complete)
     return live
 
@@ -167,11 +170,13 @@ def test_state_comparison_sees_a_changed_cache(random_model):
 
 
 def prompt_logits(model: Model, prompt: list[int], chunks: Sequence[int]) -> torch.Tensor:
-    state = State(model.config, num_pages=16, page_tokens=32, rows_per_request=128, dtype=model.num.dtype)
+    state = State(
+        model.config, num_pages=16, page_tokens=32, rows_per_request=128, dtype=model.num.dtype, device=model.device
+    )
     slot, done, logits = state.acquire(), 0, []
     state.reserve(slot, len(prompt))
     for chunk in chunks:
-        output = model.forward(state, Rows.of([(slot, done, prompt[done : done + chunk])]))
+        output = model.forward(state, Rows.of([(slot, done, prompt[done : done + chunk])], model.device))
         logits.append(model.logits(output.hidden))
         done += chunk
     assert done == len(prompt)
