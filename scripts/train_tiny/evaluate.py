@@ -1,11 +1,20 @@
-"""What the trained model is worth: held-out losses and accepted drafts."""
+"""What the trained model is worth: held-out losses and accepted drafts.
+
+    python -m scripts.train_tiny.evaluate flashstep/models/tiny --corpus DIR
+
+adds to a checkpoint's `training.json` what the reference engine makes of the held-out text.
+"""
 
 from __future__ import annotations
 
+import argparse
+import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from tokenizers import Tokenizer
 from torch.nn import functional as F
 
 from scripts.train_tiny import corpus as text
@@ -119,3 +128,49 @@ def acceptance(run: Run, weights: Weights, generate: int, end_s: float) -> dict[
     }
     print(f"{run.elapsed():5.0f} s  acceptance {result}", flush=True)
     return result
+
+
+# -- the checkpoint on the disk, through the reference engine --------------------------------------------------------
+
+
+def reference_loss(folder: Path, stream: torch.Tensor, length: int) -> float:
+    """Loss per token of `stream` in rows of `length`, each behind a begin token, as in `losses`."""
+    from flashstep.loading import load  # training itself needs no engine
+    from flashstep.state import Rows, State
+
+    loaded = load(folder)
+    found = []
+    with torch.no_grad():
+        for row in stream.long().view(-1, length):
+            state = State(loaded.config, num_pages=-(-length // 128), page_tokens=128, rows_per_request=length)
+            slot = state.acquire()
+            state.reserve(slot, length)
+            ids = [text.BOS, *row[:-1].tolist()]
+            hidden = loaded.model.forward(state, Rows.of([(slot, 0, ids)])).hidden
+            found.append(F.cross_entropy(loaded.model.logits(hidden), row).item())
+    return float(np.mean(found))
+
+
+def main() -> None:
+    """Measure the text of the record's held-out losses and write `eval` into the record."""
+    parser = argparse.ArgumentParser(prog="python -m scripts.train_tiny.evaluate", description=__doc__)
+    parser.add_argument("folder", type=Path, help="the checkpoint")
+    parser.add_argument("--corpus", type=Path, help="a standard library's folder (default: the running Python's)")
+    parser.add_argument("--length", type=int, default=512, help="tokens per sequence, as in training")
+    options = parser.parse_args()
+    record_file = options.folder / "training.json"
+    record = json.loads(record_file.read_text(encoding="utf-8"))
+    documents = text.read_corpus(options.corpus)
+    if documents.sha256 != record["corpus"]["sha256"]:
+        parser.error(f"--corpus: not the {record['corpus']['source']} that {record_file} names: the hashes differ")
+    tokenizer = Tokenizer.from_file(str(options.folder / "tokenizer.json"))
+    stream = text.token_stream(tokenizer, [document.text for document in documents.held_out])
+    num_tokens = record["losses"]["held_out_tokens"]
+    loss = reference_loss(options.folder, torch.from_numpy(stream[:num_tokens]), options.length)
+    record["eval"] = {"reference_loss": round(loss, 4), "tokens": num_tokens}
+    storage.write_json(record_file, record)
+    print(record["eval"])
+
+
+if __name__ == "__main__":
+    main()
