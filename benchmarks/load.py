@@ -29,10 +29,12 @@ import httpx
 import psutil
 
 PROMPTS = Path(__file__).parent.parent / "scripts" / "prompts_heldout.json"
+# Cache pages are allocated at the start but touched, and so counted, as they are used for the first time.
+MEMORY_SLACK_MIB = 700
 BAD_REQUESTS: list[dict[str, Any]] = [
     {"prompt": "x", "temperature": -1},
     {"prompt": "x", "max_tokens": 10**9},
-    {"prompt": ""},
+    {"prompt": []},
     {"prompt": "x", "model": "no-such-model"},
     {"prompt": "x", "n": 0},
     {"prompt": "x", "logit_bias": {"a": 1}},
@@ -100,7 +102,11 @@ async def _measure(args: argparse.Namespace, server: psutil.Process) -> dict[str
                 tally.faults.append(f"{name}: {at_rest[name]} before, {after[name]} after")
         if after["descriptors"] > at_rest["descriptors"] + 2:
             tally.faults.append(f"descriptors: {at_rest['descriptors']} before, {after['descriptors']} after")
+        if after["memory_mib"] > at_rest["memory_mib"] + MEMORY_SLACK_MIB:
+            tally.faults.append(f"memory: {at_rest['memory_mib']:.0f} MiB before, {after['memory_mib']:.0f} after")
         pace = await _pace(client, args.long_prompt)
+        if pace["ratio_of_means"] > 2:
+            tally.faults.append(f"a running user was slowed down {pace['ratio_of_means']:.2f} times by a prompt")
         return {
             "clients": args.clients,
             "seconds": took,

@@ -218,6 +218,14 @@ def _add_server(parser: argparse.ArgumentParser) -> None:
         metavar="ORIGIN",
         help="let pages of this origin read answers; repeatable",
     )
+    server.add_argument(
+        "--allowed-host",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="answer requests for this host name; repeatable (default: loopback names alone on a loopback address "
+        "without API keys, else any)",
+    )
     server.add_argument("--max-body", default="16MiB", metavar="SIZE", help="largest body of a request (%(default)s)")
     server.add_argument(
         "--request-timeout", type=float, metavar="S", help="end requests after S seconds (default: never)"

@@ -129,7 +129,7 @@ class AsyncEngine:
                 return
             try:
                 number.append(engine.submit(request, hand_over))
-            except (ValueError, RuntimeError) as error:
+            except Exception as error:  # it is this request's answer, whatever it is
                 hand_over(error)
 
         self._post(submit)
@@ -164,6 +164,8 @@ class AsyncEngine:
         with self._wake:
             self._closing = time.monotonic() + grace_s
             self._wake.notify()
+        if self._engine is None:  # still loading: nobody has been served, and the thread ends with the process
+            return
         # The thread may be in a long step or still loading: it cannot be interrupted, only waited for.
         await asyncio.to_thread(self._stopped.wait, grace_s + 30)
 
@@ -183,7 +185,7 @@ class AsyncEngine:
             log.info("ready: %s", engine.capacity())
             while self._turn(engine):
                 pass
-        except Exception as error:  # whatever it was, nobody may be left waiting for it
+        except BaseException as error:  # whatever it was (a panic of an extension, too), nobody may wait for ever
             log.exception("the engine has failed")
             self._failure = f"the engine has failed: {type(error).__name__}: {error}"
             if self._engine is not None:
@@ -198,10 +200,8 @@ class AsyncEngine:
         with self._wake:
             while not self._inbox and not engine.busy and self._closing is None:
                 self._wake.wait()
-            notes = list(self._inbox)
-            self._inbox.clear()
-        for note in notes:
-            note(engine)
+        while self._inbox:
+            self._inbox.popleft()(engine)
         if self._closing is not None and (not engine.busy or time.monotonic() >= self._closing):
             engine.fail("the server is shutting down")
             return False

@@ -11,6 +11,7 @@ its text and its drafts, so that it goes on as if nothing had happened.
 from __future__ import annotations
 
 import itertools
+import logging
 import math
 import secrets
 import time
@@ -25,7 +26,7 @@ from flashstep.chat import Piece, StopMatcher, StreamingDetokenizer
 from flashstep.executor import Request, Step, StepResult
 from flashstep.grammar import Fallible, GrammarCompiler, MinTokens, both
 from flashstep.loading import LoadedModel
-from flashstep.pace import StepTimes
+from flashstep.pace import LEAST_ROWS, StepTimes
 from flashstep.pages import OutOfPages, page_keys
 from flashstep.requests import (
     Delta,
@@ -41,6 +42,8 @@ from flashstep.requests import (
 from flashstep.settings import EngineConfig
 from flashstep.stages.accept import reference as sampling
 from flashstep.state import State
+
+log = logging.getLogger("flashstep.engine")
 
 OnDelta = Callable[[Delta], None]
 
@@ -93,11 +96,18 @@ class Engine:
             )
         dtype = loaded.model.num.dtype
         page_bytes = State.page_bytes(model, config.page_tokens, keep_windows=config.enable_prefix_caching, dtype=dtype)
-        num_pages = config.kv_cache_memory // page_bytes
+        slot_bytes = State.slot_bytes(model, config.page_tokens, config.max_num_batched_tokens, dtype=dtype)
+        num_pages = (config.kv_cache_memory - config.max_num_seqs * slot_bytes) // page_bytes
         if num_pages * config.page_tokens < 2:
             raise ValueError(
-                f"kv_cache_memory = {config.kv_cache_memory:,} bytes: expected at least {page_bytes:,}, one page of "
-                f"{config.page_tokens} tokens"
+                f"kv_cache_memory = {config.kv_cache_memory:,} bytes: expected at least "
+                f"{config.max_num_seqs * slot_bytes + page_bytes:,}: windows and open groups of {config.max_num_seqs} "
+                f"requests (max_num_seqs) at {slot_bytes:,} each, and one page of {config.page_tokens} tokens"
+            )
+        if config.max_model_len is not None and num_pages * config.page_tokens < config.max_model_len:
+            raise ValueError(
+                f"kv_cache_memory = {config.kv_cache_memory:,} bytes hold {num_pages * config.page_tokens:,} tokens of "
+                f"context: expected at least max_model_len = {config.max_model_len:,}; raise the one or lower the other"
             )
         # More pages than every slot can fill serve the prefix cache; far more would only cost memory.
         num_pages = min(num_pages, 2 * config.max_num_seqs * -(-wanted // config.page_tokens))
@@ -182,7 +192,8 @@ class Engine:
             self._grammars.check(asked.grammar)
         if self._failure is not None:
             raise EngineDead(self._failure)
-        if len(self._waiting) >= self.config.max_queue and not self._can_start():
+        places = self.state.free_slots if self._can_start() else 0
+        if len(self._waiting) >= self.config.max_queue + places:
             raise QueueFull(len(self._waiting), self._retry_after_s())
 
     def submit(self, asked: GenerationRequest, on_delta: OnDelta) -> int:
@@ -300,17 +311,27 @@ class Engine:
         self._times.note(rows, now - started)
         for (live, _), result in zip(work, results, strict=True):
             live.last_turn = self._turns
-            self._deliver(live, result, now)
+            try:
+                self._deliver(live, result, now)
+            except Exception as error:  # a fault in one request's rows or text is not its neighbours'
+                if not isinstance(error, sampling.SamplingError):
+                    log.exception("request %d ended by a fault", live.number)
+                # What led here may be in the caches already: nobody else shall start from them.
+                self.state.pool.withdraw({*live.published, *self.state.pages(live.request.slot)})
+                self._end(live, [], [], "error", error=f"the request cannot go on: {error}")
         return True
 
     def _schedule(self) -> list[tuple[_Live, int]]:
         """Who runs in this step, and how many of their waiting tokens. Takes pages, preempts and admits."""
         budget = self.config.max_num_batched_tokens
         work: list[tuple[_Live, int]] = []
+        # Prompts advance beside any number of decoding requests, which then take turns.
+        prompts = any(not live.decoding for live in self._running) or (self._waiting and self._can_start())
+        kept = LEAST_ROWS if prompts and budget >= LEAST_ROWS + 1 + self.core.num_speculative_tokens else 0
         # Where the budget is too small for all, those that have waited longest come first.
         for live in sorted((live for live in self._running if live.decoding), key=lambda live: live.last_turn):
             rows = 1 + len(live.request.drafts)
-            if rows <= budget and self._reserve(live, rows):
+            if rows <= budget - kept and self._reserve(live, rows):
                 work.append((live, 1))
                 budget -= rows
         if work:
@@ -364,9 +385,10 @@ class Engine:
         """Whether the next waiting request can be taken in: a slot, and pages for all that it would compute."""
         if not self.state.free_slots:
             return False
-        if not self._waiting or not self._running:
+        head = next(iter(self._waiting), None)  # read from other threads too, while this one takes requests in
+        if head is None or not self._running:
             return True
-        request = self._waiting[0].request
+        request = head.request
         rows = len(request.tokens) + len(request.drafts) + 1
         return self.state.free_pages >= -(-rows // self.state.page_tokens)
 
@@ -391,6 +413,8 @@ class Engine:
         self.state.release(request.slot)
         request.slot, request.computed = -1, 0
         live.saved_pages = 0
+        if live.prompt_logprobs is not None and live.usage.steps == 0:
+            live.prompt_logprobs = [None]  # the prompt will be computed from its start
         live.usage.preemptions += 1
         self._totals["preemptions"] += 1
         self._running.remove(live)
@@ -445,13 +469,10 @@ class Engine:
 
     def _deliver(self, live: _Live, result: StepResult, now: float) -> None:
         """Turn what a step brought into a delta; end the request where it ends."""
+        if result.error is not None:
+            raise result.error
         if result.prompt_logits is not None:
             self._note_prompt_logprobs(live, result.prompt_logits)
-        if result.error is not None:
-            # What led here may be in its caches already: nobody else shall start from them.
-            self.state.pool.withdraw(live.published)
-            self._end(live, [], [], "error", error=f"the model gave no distribution to draw from: {result.error}")
-            return
         if not result.tokens:
             self._publish(live)
             return
@@ -485,7 +506,8 @@ class Engine:
             del live.request.tokens[len(live.request.tokens) - len(result.tokens) + len(tokens) :]
         self._publish(live)
         failure = None if live.constraint is None else live.constraint.failure
-        if failure is not None and reason in (None, "stop"):
+        # What stopped at a stop string or token of the user's is complete; the constraint may have seen more than it.
+        if failure is not None and (reason is None or (reason == "stop" and stop_reason is None)):
             self._end(live, tokens, pieces, "error", error=f"the grammar cannot be followed: {failure}")
             return
         logprobs = self._logprobs(live, result.logits[: len(tokens)], tokens)

@@ -305,16 +305,20 @@ class Step:
                             if r.constraint is not None
                         ]
                     )
-                q[at], tokens[at] = sampling.draft_tokens(
-                    logits[at],
-                    group[0].params,
-                    seeds=seeds[at],
-                    starts=starts[at],
-                    positions=starts[at] + place,
-                    counts=counts,
-                    prompt_mask=prompt_mask,
-                    allowed=allowed,
-                )
+                try:
+                    q[at], tokens[at] = sampling.draft_tokens(
+                        logits[at],
+                        group[0].params,
+                        seeds=seeds[at],
+                        starts=starts[at],
+                        positions=starts[at] + place,
+                        counts=counts,
+                        prompt_mask=prompt_mask,
+                        allowed=allowed,
+                    )
+                except SamplingError:  # nothing may be written there; verification will say so if it comes to that
+                    q[at], tokens[at] = 0.0, 0
+                    usable[at] = usable[at].clamp(max=place)
             drafted.append(tokens)
             distributions.append(q)
             return tokens.to(device)

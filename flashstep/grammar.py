@@ -275,8 +275,9 @@ class TokenGrammar:
         """Take the matcher back to behind `count` of the drafts that it has consumed."""
         if count < len(self._ahead):
             taken_back = self._matcher.rollback(len(self._ahead) - count)
-            assert taken_back, self._matcher.get_error()
             del self._ahead[count:], self._rows[count + 1 :]
+            if not taken_back:
+                self._renew()
 
     def _renew(self) -> None:
         """A matcher that has failed stays so, even behind drafts that will not stand: put a fresh one in its place."""

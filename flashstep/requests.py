@@ -128,7 +128,7 @@ class Delta:
 class EngineStats:
     """A reading of the engine's state and of its counters since the start."""
 
-    ready: bool  # loaded and warmed up
+    ready: bool  # loaded, and neither failed nor closing
     failure: str | None  # why the engine stopped, if it has
     last_step_age_s: float  # since the loop last turned; grows while it is stuck
     running: int

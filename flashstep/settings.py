@@ -16,7 +16,8 @@ class EngineConfig:
 
     max_num_seqs: requests that run at once. max_num_batched_tokens: rows of one step, drafts included.
     max_model_len: prompt and output of one request, in tokens; None: the model's own limit.
-    kv_cache_memory: bytes for pages (compressed entries, index keys and the window entries behind the prefix cache).
+    kv_cache_memory: bytes for all caches: windows and open groups of max_num_seqs requests, and, with the rest, pages
+    (compressed entries, index keys and the window entries behind the prefix cache).
     page_tokens: positions per page; a prefix hit ends at a page border.
     prefill_schedule_interval: prompts are worked on in every n-th step while requests are decoding.
     decode_slowdown: such a step may take so many times as long as one without prompts; chunks are sized by the times
@@ -29,7 +30,7 @@ class EngineConfig:
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 512
     max_model_len: int | None = None
-    kv_cache_memory: int = 1 << 28
+    kv_cache_memory: int = 1 << 29
     page_tokens: int = 64
     enable_prefix_caching: bool = True
     prefill_schedule_interval: int = 1

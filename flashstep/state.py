@@ -130,6 +130,14 @@ class State:
             values += layers * page_tokens * config.head_dim
         return values * dtype.itemsize
 
+    @staticmethod
+    def slot_bytes(config: ModelConfig, page_tokens: int, rows_per_request: int, *, dtype: torch.dtype) -> int:
+        """Bytes of one request's rings in this state: windows, raw rows of open groups, history."""
+        layers = config.num_hidden_layers + config.num_nextn_predict_layers
+        raw = sum(1 if config.compress_ratios[layer] == 1 else 2 for layer in config.kv_source_layer_ids)
+        ring = max(config.sliding_window, page_tokens) + rows_per_request
+        return ring * (layers * config.head_dim * dtype.itemsize + raw * config.head_dim * 4 + 8)
+
     @property
     def free_pages(self) -> int:
         """How many pages no request holds."""

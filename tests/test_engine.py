@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import random
 from collections.abc import Sequence
 
@@ -12,7 +13,7 @@ import torch
 from flashstep.engine import Engine
 from flashstep.loading import LoadedModel, load
 from flashstep.params import SamplingParams
-from flashstep.requests import Delta, EngineDead, GenerationRequest, QueueFull, RequestError
+from flashstep.requests import Delta, EngineDead, GenerationRequest, Grammar, QueueFull, RequestError
 from flashstep.settings import EngineConfig
 from flashstep.state import State
 
@@ -179,7 +180,8 @@ def test_preempted_requests_go_on_as_if_nothing_had_happened(loaded):
     requests = [ask(loaded, text, params=params, max_tokens=90) for text, params in zip(PROMPTS, choices, strict=True)]
     alone = [tokens_of(serve(engine_of(loaded), [request])[0]) for request in requests]
     bytes_per_page = State.page_bytes(loaded.config, 16, keep_windows=True, dtype=torch.bfloat16)
-    engine = engine_of(loaded, page_tokens=16, max_model_len=256, kv_cache_memory=24 * bytes_per_page)
+    slots = 8 * State.slot_bytes(loaded.config, 16, 128, dtype=torch.bfloat16)
+    engine = engine_of(loaded, page_tokens=16, max_model_len=256, kv_cache_memory=slots + 24 * bytes_per_page)
     deltas = serve(engine, requests)
     assert [tokens_of(mine) for mine in deltas] == alone
     assert engine.stats().preemptions > 0, "the pool was too large to test anything"
@@ -367,3 +369,103 @@ def test_impossible_requests_are_refused_by_name(loaded, fields, param):
 def test_impossible_settings_are_refused(loaded, settings, message):
     with pytest.raises(ValueError, match=message):
         engine_of(loaded, **settings)
+
+
+# -- one request's trouble --------------------------------------------------------------------------------------------
+
+
+def ends_alone(engine: Engine, loaded: LoadedModel, bad: GenerationRequest, reason: str) -> None:
+    """`bad` ends with an error that names `reason`, and a request beside it writes what it writes alone."""
+    good = ask(loaded, PROMPTS[2], max_tokens=30)
+    expected = tokens_of(serve(engine_of(loaded), [good])[0])
+    deltas: list[list[Delta]] = [[], []]
+    engine.submit(good, deltas[0].append)
+    engine.step()
+    engine.submit(bad, deltas[1].append)
+    while engine.step():
+        pass
+    assert deltas[1][-1].finish_reason == "error"
+    assert reason in deltas[1][-1].error
+    assert tokens_of(deltas[0]) == expected
+    assert at_rest(engine)
+
+
+def test_a_penalty_that_overflows_ends_its_request(loaded):
+    params = SamplingParams(temperature=1.0, seed=1, repetition_penalty=1e-308)
+    ends_alone(engine_of(loaded), loaded, ask(loaded, PROMPTS[0], params=params), "beyond the range")
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_grammar_whose_end_is_banned_ends_its_request(loaded, temperature):
+    params = SamplingParams(temperature=temperature, seed=1, logit_bias={loaded.config.eos_token_id: -math.inf})
+    bad = ask(loaded, PROMPTS[0], params=params, grammar=Grammar("regex", "a"))
+    ends_alone(engine_of(loaded), loaded, bad, "every token is banned")
+
+
+def test_a_bad_row_of_an_echoed_prompt_ends_its_request(loaded, monkeypatch):
+    real = type(loaded.model).logits
+    bad = ask(loaded, PROMPTS[5], prompt_logprobs=1)
+
+    def poisoned(self, hidden):
+        logits = real(self, hidden)
+        if len(logits) == len(bad.prompt):  # the rows of the whole prompt, which only an echo asks for
+            logits[3] = float("nan")
+        return logits
+
+    monkeypatch.setattr(type(loaded.model), "logits", poisoned)
+    ends_alone(engine_of(loaded, decode_slowdown=math.inf), loaded, bad, "non-finite")
+
+
+def test_prompt_logprobs_survive_preemption(loaded):
+    first = ask(loaded, PROMPTS[0], max_tokens=150)
+    long = ask(loaded, PROMPTS[2] * 3, max_tokens=4, prompt_logprobs=1)
+    expected = serve(engine_of(loaded), [long])[0]
+    page_bytes = State.page_bytes(loaded.config, 16, keep_windows=True, dtype=torch.bfloat16)
+    slots = 2 * State.slot_bytes(loaded.config, 16, 24, dtype=torch.bfloat16)
+    engine = engine_of(
+        loaded,
+        page_tokens=16,
+        max_num_seqs=2,
+        max_model_len=256,
+        max_num_batched_tokens=24,
+        kv_cache_memory=slots + 18 * page_bytes,
+    )
+    deltas: list[list[Delta]] = [[], []]
+    engine.submit(first, deltas[0].append)
+    while len(tokens_of(deltas[0])) < 90:
+        engine.step()
+    engine.submit(long, deltas[1].append)
+    while engine.step():
+        pass
+    assert deltas[1][-1].usage.preemptions > 0, "the pool was too large to test anything"
+    assert deltas[1][0].prompt_logprobs == expected[0].prompt_logprobs
+    assert tokens_of(deltas[1]) == tokens_of(expected)
+
+
+def test_the_queue_is_bounded_between_steps(loaded):
+    engine = engine_of(loaded, max_num_seqs=2, max_queue=3)
+    for _ in range(2 + 3):  # slots, then the queue
+        engine.submit(ask(loaded, "x"), lambda delta: None)
+    with pytest.raises(QueueFull):
+        engine.submit(ask(loaded, "x"), lambda delta: None)
+
+
+def test_prompts_advance_beside_decoders_that_fill_the_budget(loaded):
+    engine = engine_of(loaded, max_num_batched_tokens=14, max_num_seqs=4)
+    requests = [ask(loaded, text, max_tokens=40) for text in PROMPTS[:4]]
+    alone = [tokens_of(serve(engine_of(loaded), [request])[0]) for request in requests]
+    deltas: list[list[Delta]] = [[] for _ in requests]
+    for request, mine in zip(requests[:2], deltas[:2], strict=True):
+        engine.submit(request, mine.append)
+    while not all(deltas[:2]):
+        engine.step()
+    for request, mine in zip(requests[2:], deltas[2:], strict=True):
+        engine.submit(request, mine.append)
+    for _ in range(60):
+        engine.step()
+        if deltas[2]:
+            break
+    assert deltas[2], "the third request never got its turn"
+    while engine.step():
+        pass
+    assert [tokens_of(mine) for mine in deltas] == alone

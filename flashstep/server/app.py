@@ -1,5 +1,5 @@
-"""Routes and the layers around them. From outside in: status counts and the last net for exceptions, CORS, API keys,
-the limit on bodies, the routes.
+"""Routes and the layers around them. From outside in: status counts and the last net for exceptions, CORS, host
+names, API keys, the limit on bodies, the routes.
 """
 
 from __future__ import annotations
@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hmac
+import json
 import logging
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -67,6 +68,8 @@ def create_app(engine: ServingEngine, settings: ServerSettings) -> Starlette:
         layers.append(
             Middleware(CORSMiddleware, allow_origins=settings.cors_origins, allow_methods=["*"], allow_headers=["*"])
         )
+    if settings.allowed_hosts:
+        layers.append(Middleware(_Hosts, names=settings.allowed_hosts))
     if settings.api_keys:
         layers.append(Middleware(_ApiKeys, keys=settings.api_keys))
     layers.append(Middleware(_BodyLimit, limit=settings.max_body_bytes))
@@ -134,12 +137,12 @@ async def _tokenize(request: Request) -> Response:
     raw = await _read(request)
     # Two shapes under one path, as in vLLM: the one with a prompt is a text.
     body: TokenizeBody | TokenizeChatBody
-    if b'"messages"' in raw and b'"prompt"' not in raw:
+    if _has_key(raw, "messages"):
         body = _validated(raw, TokenizeChatBody)
-        tokens, _ = render(body, tokenizer)
+        tokens, _ = await asyncio.to_thread(render, body, tokenizer)
     else:
         body = _validated(raw, TokenizeBody)
-        tokens = await encode(tokenizer, body.prompt, "prompt")
+        tokens = await asyncio.to_thread(encode, tokenizer, body.prompt, "prompt")
         if body.add_special_tokens:
             tokens = [tokenizer.bos_id, *tokens]
     return JSONResponse(
@@ -154,7 +157,8 @@ async def _tokenize(request: Request) -> Response:
 
 async def _detokenize(request: Request) -> Response:
     body = await _parse(request, DetokenizeBody)
-    return JSONResponse({"prompt": decode(request.app.state.serving.engine.tokenizer, body.tokens, "tokens")})
+    tokenizer = request.app.state.serving.engine.tokenizer
+    return JSONResponse({"prompt": await asyncio.to_thread(decode, tokenizer, body.tokens, "tokens")})
 
 
 async def _page(request: Request) -> Response:
@@ -190,6 +194,14 @@ async def _read(request: Request) -> bytes:
     if request.app.state.serving.settings.log_requests:
         log.info("%s %r", request.url.path, raw.decode(errors="replace"))  # quoted: one request, one line
     return raw
+
+
+def _has_key(raw: bytes, key: str) -> bool:
+    try:
+        body = json.loads(raw)
+    except ValueError:  # reading it by its model says what is wrong
+        return False
+    return isinstance(body, dict) and key in body
 
 
 def _validated(raw: bytes, body_type: type[B]) -> B:
@@ -233,6 +245,27 @@ class _Edge:
         finally:
             path = scope["path"] if scope["path"] in _PATHS else "other"
             self._serving.metrics.count_http(path, status or 499)
+
+
+class _Hosts:
+    """Refuses requests for other host names: a web page whose name was pointed at this address shall not use it."""
+
+    def __init__(self, app: ASGIApp, names: tuple[str, ...]) -> None:
+        self._app, self._names = app, {name.lower() for name in names}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            host = dict(scope["headers"]).get(b"host", b"").decode("latin-1").lower()
+            name = host.partition("]")[0].lstrip("[") if host.startswith("[") else host.partition(":")[0]
+            if name not in self._names:
+                refusal = ApiError(
+                    403,
+                    f"host {name!r} is not served here, only {', '.join(sorted(self._names))}; --allowed-host adds one",
+                    code="host_not_allowed",
+                )
+                await refusal.response()(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
 
 
 class _ApiKeys:

@@ -15,6 +15,7 @@ from flashstep.chat import (
     ReasoningText,
     Tokenizer,
     ToolCallArguments,
+    ToolCallEnd,
     ToolCallStart,
     render_chat,
 )
@@ -113,7 +114,8 @@ class ChatJob:
         logprobs = None
         if self._body.logprobs:
             entries = chat_logprobs(self._tokenizer, delta.logprobs or ())
-            choice.logprobs += entries
+            if not self.stream:
+                choice.logprobs += entries
             logprobs = {"content": entries, "refusal": None}
         if delta.finish_reason is not None:
             assert delta.usage is not None, "the last delta of a request carries its usage"
@@ -162,6 +164,7 @@ class _Choice:
         self._content: list[str] = []
         self._reasoning: list[str] = []
         self._calls: list[dict[str, Any]] = []
+        self._open_calls = 0  # begun and not ended
         self.steps = StepDetails(tokenizer)
         self.reasoning_tokens = 0
         self.logprobs: list[dict[str, Any]] = []
@@ -182,7 +185,8 @@ class _Choice:
         if len(shown.keys() - {"role"}) == 0:  # the step still has an event; it only holds nothing to show yet
             shown["reasoning_content" if self._parser.thinking else "content"] = ""
         if delta.finish_reason is not None:
-            called = self._calls and delta.finish_reason == "stop"
+            # A call that the end cut off is not one to run: its arguments are no JSON yet.
+            called = self._calls and not self._open_calls and delta.finish_reason == "stop"
             self.finish_reason = "tool_calls" if called else delta.finish_reason
             self.stop_reason = delta.stop_reason
         return shown
@@ -209,8 +213,11 @@ class _Choice:
             case ToolCallStart(index, call_id, name):
                 call = {"id": call_id, "type": "function", "function": {"name": name, "arguments": ""}}
                 self._calls.append(call)
+                self._open_calls += 1
                 fresh = {"index": index, **call, "function": {"name": name, "arguments": ""}}
                 shown.setdefault("tool_calls", []).append(fresh)
+            case ToolCallEnd():
+                self._open_calls -= 1
             case ToolCallArguments(index, text):
                 self._calls[index]["function"]["arguments"] += text
                 open_calls = shown.setdefault("tool_calls", [])

@@ -18,16 +18,15 @@ from flashstep.server.tool_grammar import answer_grammar
 from flashstep.server.usage import StepDetails, UsageSum
 
 MAX_PROMPTS = 1024
-# Longer texts are encoded on a thread, so that streams of others go on meanwhile.
+MAX_ANSWERS = 1024  # prompts x n of one request
+# More is encoded or decoded on a thread, so that streams of others go on meanwhile.
 _LONG_TEXT_CHARS = 16_384
 
 
-async def encode(tokenizer: Tokenizer, text: str, param: str) -> list[int]:
+def encode(tokenizer: Tokenizer, text: str, param: str) -> list[int]:
     """Ids of a text from a request. Raises 400 for text that is none."""
     try:
-        if len(text) < _LONG_TEXT_CHARS:
-            return tokenizer.encode(text)
-        return await asyncio.to_thread(tokenizer.encode, text)
+        return tokenizer.encode(text)
     except ValueError as error:
         raise bad_request(param, str(error)) from error
 
@@ -51,21 +50,30 @@ async def completion_job(body: CompletionBody, serving: Serving) -> CompletionJo
         given = [given]  # type: ignore[assignment, list-item]
     if len(given) > MAX_PROMPTS:
         raise bad_request("prompt", f"{len(given)} prompts found, wanted at most {MAX_PROMPTS}")
-    for prompt in given:
-        if isinstance(prompt, str):
-            ids = await encode(tokenizer, prompt, "prompt")
-            begin = [tokenizer.bos_id] if body.add_special_tokens else []
-            prompts.append(_Prompt(prompt, [*begin, *ids], len(begin)))
-        else:
-            assert isinstance(prompt, list), "the model of the body allows texts and lists of ids"
-            prompts.append(_Prompt(decode(tokenizer, prompt, "prompt"), prompt, 0))
-    return CompletionJob(body, model, prompts, tokenizer)
+    if len(given) * body.n > MAX_ANSWERS:
+        raise bad_request("n", f"{len(given)} prompts x {body.n} choices found, wanted at most {MAX_ANSWERS} answers")
+    begin = [tokenizer.bos_id] if body.add_special_tokens else []
+
+    def read() -> list[_Prompt]:
+        for prompt in given:
+            if isinstance(prompt, str):
+                ids = encode(tokenizer, prompt, "prompt")
+                prompts.append(_Prompt(prompt, (*begin, *ids), len(begin)))
+            else:
+                assert isinstance(prompt, list), "the model of the body allows texts and lists of ids"
+                # What the text of ids is, only an echo asks; unknown ids are the engine's to refuse.
+                text = decode(tokenizer, prompt, "prompt") if body.echo else ""
+                prompts.append(_Prompt(text, tuple(prompt), 0))
+        return prompts
+
+    is_long = sum(len(prompt) for prompt in given if not isinstance(prompt, int)) > _LONG_TEXT_CHARS
+    return CompletionJob(body, model, await asyncio.to_thread(read) if is_long else read(), tokenizer)
 
 
 @dataclass(frozen=True)
 class _Prompt:
-    text: str
-    ids: list[int]
+    text: str  # of ids, where it is echoed
+    ids: tuple[int, ...]
     hidden: int  # ids at the start that we added
 
 
@@ -102,7 +110,7 @@ class CompletionJob:
         grammar = answer_grammar(body.structured_outputs, body.response_format)
         self.requests = [
             GenerationRequest(
-                prompt=tuple(prompt.ids),
+                prompt=prompt.ids,
                 params=body.sampling_params(choice),
                 max_tokens=max(body.max_tokens, 1),
                 min_tokens=body.min_tokens,
@@ -133,11 +141,12 @@ class CompletionJob:
         if not self._drops_output:
             text += "".join(p.text for p in delta.pieces if not (p.special and self._body.skip_special_tokens))
             entries += [(entry.token, entry) for entry in delta.logprobs or ()]
-        choice.text.append(text)
         logprobs = None
         if self._body.logprobs is not None:
             logprobs = choice.logprobs.push(entries, hidden=hidden)
-            for name, values in logprobs.items():
+        if not self.stream:  # a stream keeps nothing of what it has sent
+            choice.text.append(text)
+            for name, values in (logprobs or {}).items():
                 choice.logprob_lists.setdefault(name, []).extend(values)
         if delta.finish_reason is not None:
             choice.finish_reason = "length" if self._drops_output else delta.finish_reason

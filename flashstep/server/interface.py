@@ -46,6 +46,7 @@ class ServerSettings:
     served_model_names: tuple[str, ...] = ()  # none: the engine's own
     api_keys: tuple[str, ...] = ()  # none: everybody may ask
     cors_origins: tuple[str, ...] = ()
+    allowed_hosts: tuple[str, ...] = ()  # names under which requests may come; none: any name
     max_body_bytes: int = 16 * MIB
     request_timeout_s: float | None = None
     step_deadline_s: float = 60.0  # a step that takes longer is stuck

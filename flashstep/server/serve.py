@@ -90,10 +90,12 @@ class Server(uvicorn.Server):
 def run(args: argparse.Namespace) -> int:
     """Serve until a signal comes. Raises ValueError or OSError with a message for the user."""
     _check(args)
+    api_keys = (*args.api_key, *_keys_in(args.api_key_file))
     settings = ServerSettings(
         served_model_names=tuple(args.served_model_name),
-        api_keys=(*args.api_key, *_keys_in(args.api_key_file)),
+        api_keys=api_keys,
         cors_origins=tuple(args.cors_origin),
+        allowed_hosts=tuple(args.allowed_host) or (() if api_keys else _loopback_names(args.host)),
         max_body_bytes=parse_bytes(args.max_body, "--max-body"),
         request_timeout_s=args.request_timeout,
         step_deadline_s=args.step_deadline,
@@ -165,6 +167,16 @@ def _keys_in(file: Path | None) -> list[str]:
     if not keys:
         raise ValueError(f"--api-key-file {file}: holds no key; expected one a line")
     return keys
+
+
+def _loopback_names(host: str) -> tuple[str, ...]:
+    """The names of loopback, where `host` is one of them; else none."""
+    names = ("localhost", "127.0.0.1", "::1")
+    try:
+        loopback = ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        loopback = host == "localhost"
+    return tuple({*names, host}) if loopback else ()
 
 
 def _listen(host: str, port: int) -> socket.socket:

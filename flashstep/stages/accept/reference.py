@@ -145,8 +145,8 @@ def probabilities(
     top-p those with less than top_p of the mass before them (so always the first). Min-p keeps all that are level with
     its bound. Greedy takes the first.
 
-    Raises SamplingError naming the rows if a logit is not finite or if no token is allowed, ValueError for shapes,
-    for missing counts or for a bias outside the vocabulary.
+    Raises SamplingError naming the rows if a logit or a score is not finite or if no token is allowed, ValueError for
+    shapes, for missing counts or for a bias outside the vocabulary.
     """
     rows, vocab = logits.shape
     non_finite = ~torch.isfinite(logits).all(dim=-1)
@@ -169,6 +169,9 @@ def probabilities(
     nothing_left = best[:, 0] == -math.inf
     if nothing_left.any():
         raise SamplingError("every token is banned", nothing_left)
+    overflowing = ~torch.isfinite(best[:, 0])  # by an extreme penalty; also NaN, which is the largest to amax
+    if overflowing.any():
+        raise SamplingError("scores beyond the range of numbers", overflowing)
 
     if params.temperature == 0:
         return torch.nn.functional.one_hot(scores.argmax(dim=-1), vocab).double()
