@@ -59,10 +59,9 @@ def main() -> int:
     parser.add_argument("--requests", type=int, default=48, help="different requests (default: 48)")
     parser.add_argument("--port", type=int, default=18321)
     parser.add_argument("--long-prompt", type=int, default=4000, help="tokens of the prompt beside a running user")
-    parser.add_argument("--serve", nargs="*", default=[], help="further arguments of `flashstep serve`")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    command = [sys.executable, "-m", "flashstep", "serve", "--port", str(args.port), *args.serve]
+    command = [sys.executable, "-m", "flashstep", "serve", "--port", str(args.port)]
     server = subprocess.Popen(command)
     try:
         record = asyncio.run(_measure(args, psutil.Process(server.pid)))
