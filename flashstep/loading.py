@@ -60,18 +60,12 @@ class CheckpointReader:
 
     def engram_gather(self, layer: int) -> Gather:
         """Rows of the Engram table of `layer`, decoded to bf16."""
-        table = self._checkpoint.engram_table(layer)
         if self._engram == "device":
-            codes, scales = table.load(self._device)
+            codes, scales = self._checkpoint.engram_table(layer).load(self._device)
             # Indexing is not implemented for 8-bit floats, so the bytes are gathered.
             code_bytes, scale_bytes = codes.view(torch.uint8), scales.view(torch.uint8)
             return lambda ids: decode_engram_rows(code_bytes[ids].view(codes.dtype), scale_bytes[ids])
-
-        def gather(ids: Tensor) -> Tensor:
-            rows, row_scales = table.rows(ids)
-            return decode_engram_rows(rows.to(self._device), row_scales.to(self._device))
-
-        return gather
+        return self._checkpoint.engram_gather(layer)
 
 
 @dataclass
