@@ -34,4 +34,5 @@ def progress_bar(what: str) -> Iterator[Callable[[str, int, int], None]]:
     try:
         yield show
     finally:
-        bar.stop()
+        if bar.live.is_started:  # stopping what was never shown would still end a line
+            bar.stop()

@@ -417,29 +417,20 @@ def test_a_bad_row_of_an_echoed_prompt_ends_its_request(loaded, monkeypatch):
 
 
 def test_prompt_logprobs_survive_preemption(loaded):
-    first = ask(loaded, PROMPTS[0], max_tokens=150)
     long = ask(loaded, PROMPTS[2] * 3, max_tokens=4, prompt_logprobs=1)
     expected = serve(engine_of(loaded), [long])[0]
-    page_bytes = State.page_bytes(loaded.config, 16, keep_windows=True, dtype=torch.bfloat16)
-    slots = 2 * State.slot_bytes(loaded.config, 16, 24, dtype=torch.bfloat16)
-    engine = engine_of(
-        loaded,
-        page_tokens=16,
-        max_num_seqs=2,
-        max_model_len=256,
-        max_num_batched_tokens=24,
-        kv_cache_memory=slots + 18 * page_bytes,
-    )
-    deltas: list[list[Delta]] = [[], []]
-    engine.submit(first, deltas[0].append)
-    while len(tokens_of(deltas[0])) < 90:
+    engine = engine_of(loaded, max_num_batched_tokens=24)
+    deltas: list[Delta] = []
+    engine.submit(long, deltas.append)
+    for _ in range(3):
         engine.step()
-    engine.submit(long, deltas[1].append)
+    assert not deltas, "the prompt was short enough for three steps"
+    engine._preempt(engine._running[0])
     while engine.step():
         pass
-    assert deltas[1][-1].usage.preemptions > 0, "the pool was too large to test anything"
-    assert deltas[1][0].prompt_logprobs == expected[0].prompt_logprobs
-    assert tokens_of(deltas[1]) == tokens_of(expected)
+    assert deltas[-1].usage.preemptions == 1
+    assert deltas[0].prompt_logprobs == expected[0].prompt_logprobs
+    assert tokens_of(deltas) == tokens_of(expected)
 
 
 def test_the_queue_is_bounded_between_steps(loaded):
