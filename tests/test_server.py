@@ -1035,7 +1035,7 @@ def test_signals_under_load(grace_s: str, signals: list[signal.Signals]) -> None
         "--max-model-len",
         "2048",
         "--kv-cache-memory",
-        "32MiB",
+        "128MiB",
     ]
     with subprocess.Popen(
         [sys.executable, "-m", "flashstep", "serve", *options], stderr=subprocess.PIPE, text=True
