@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from flashstep.config import FP8_BLOCK, ModelConfig
-from flashstep.formats import UE8M0_NAN, decode_engram_rows
+from flashstep.formats import UE8M0_NAN, decode_fp8_rows
 from flashstep.layout import TensorSpec, check_world, engram_offsets, is_ignored, tensor_specs
 from flashstep.shards import INDEX_FILE, TORCH_DTYPES, CheckpointError, Entry, read_headers
 
@@ -105,7 +105,7 @@ class Checkpoint:
         With `tensor` and `in` this makes a checkpoint the reference model's `Reader` on the CPU.
         """
         table = self.engram_table(layer)
-        return lambda rows: decode_engram_rows(*table.rows(rows)).to(rows.device)
+        return lambda rows: decode_fp8_rows(*table.rows(rows)).to(rows.device)
 
     def check_values(self, *, engram: bool = False, progress: Progress | None = None) -> None:
         """Read every tensor and raise one `CheckpointError` that names all with NaN or infinite values.

@@ -167,9 +167,15 @@ def encode_fp8_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
     return scaled.to(torch.float8_e4m3fn), ue8m0_encode(scale)
 
 
-def decode_engram_rows(rows: Tensor, scale: Tensor) -> Tensor:
-    """[..., engram_head_dim] bf16 of fp8 table rows with one UE8M0 scale per 32 columns (exact in bf16)."""
+def decode_fp8_rows(rows: Tensor, scale: Tensor) -> Tensor:
+    """[..., columns] bf16 of fp8 rows (Engram tables, window entries), one UE8M0 scale per 32 columns; exact."""
     return (_groups(rows, FP8_BLOCK) * ue8m0_decode(scale).unsqueeze(-1)).flatten(-2).bfloat16()
+
+
+def decode_fp4_entry(packed: Tensor, scale: Tensor) -> Tensor:
+    """[..., columns] bf16 of a cache entry: packed e2m1 [..., columns / 2] and float32 `scale`, one per equal group."""
+    values = _FP4_TABLE.to(packed.device)[fp4_unpack(packed).long()]
+    return (values.unflatten(-1, (scale.shape[-1], -1)) * scale.unsqueeze(-1)).flatten(-2).bfloat16()
 
 
 # -- helpers --------------------------------------------------------------------------------------------------------

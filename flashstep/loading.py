@@ -17,7 +17,7 @@ from flashstep.chat import Tokenizer
 from flashstep.checkpoint import Checkpoint, Progress
 from flashstep.config import ModelConfig
 from flashstep.draft import Draft
-from flashstep.formats import Numerics, decode_engram_rows
+from flashstep.formats import Numerics, decode_fp8_rows
 from flashstep.model import Model
 from flashstep.ops import Gather
 from flashstep.shards import CheckpointError
@@ -64,7 +64,7 @@ class CheckpointReader:
             codes, scales = self._checkpoint.engram_table(layer).load(self._device)
             # Indexing is not implemented for 8-bit floats, so the bytes are gathered.
             code_bytes, scale_bytes = codes.view(torch.uint8), scales.view(torch.uint8)
-            return lambda ids: decode_engram_rows(code_bytes[ids].view(codes.dtype), scale_bytes[ids])
+            return lambda ids: decode_fp8_rows(code_bytes[ids].view(codes.dtype), scale_bytes[ids])
         return self._checkpoint.engram_gather(layer)
 
 

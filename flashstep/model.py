@@ -200,11 +200,11 @@ class Model:
 
     def _history(self, state: State, rows: Rows) -> Tensor:
         """Compressed ids [rows, max_ngram_size] of each row's token and those before it; see `engram.row_ids`."""
-        state.write_ring(state.history, rows, self.token_map[rows.tokens])
+        state.write_ring(state.history, rows, self.token_map[rows.tokens].int())
         back = torch.arange(self.config.engram_max_ngram_size, device=self.device)
         positions = rows.positions.unsqueeze(-1) - back
         pad = self.token_map[self.config.engram_pad_token_id]
-        return torch.where(positions >= 0, state.read_ring(state.history, rows.slots, positions), pad)
+        return torch.where(positions >= 0, state.read_ring(state.history, rows.slots, positions).long(), pad)
 
     def _attention(
         self, number: int, x: Tensor, turns: Turns, choice: Choice | None, state: State, rows: Rows

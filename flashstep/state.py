@@ -15,12 +15,18 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from flashstep.config import ModelConfig
 from flashstep.pages import OutOfPages, PagePool
+
+# What a cache keeps for a position or an entry; it decides the number format of a state that packs its values.
+Kind = Literal["window", "kv", "index key"]
+# A tensor, or anything that is indexed and assigned like one: `PackedValues` encodes and decodes on the way.
+Store = Any
 
 
 @dataclass(frozen=True)
@@ -98,45 +104,60 @@ class State:
             return torch.zeros(shape, dtype=dtype, device=device)
 
         layers, dim = config.num_hidden_layers, config.head_dim
-        self.window = zeros(layers, num_slots, self.ring, dim)
-        self.draft_window = zeros(config.num_nextn_predict_layers, num_slots, self.ring, dim)
-        self.history = zeros(num_slots, self.ring, dtype=torch.int64)  # compressed token ids
+        self.window = self._store("window", layers, num_slots, self.ring, dtype=dtype)
+        self.draft_window = self._store("window", config.num_nextn_predict_layers, num_slots, self.ring, dtype=dtype)
+        self.history = zeros(num_slots, self.ring, dtype=torch.int32)  # compressed token ids
         self.raw = {
             layer: zeros(num_slots, self.ring, 1 if ratio == 1 else 2, dim, dtype=torch.float32)
             for layer, ratio in ratios.items()
         }
-        self.kv = {layer: zeros(num_pages, page_tokens // ratio, dim) for layer, ratio in ratios.items()}
+        self.kv = {
+            layer: self._store("kv", num_pages, page_tokens // ratio, dtype=dtype) for layer, ratio in ratios.items()
+        }
         self.index_keys = {
-            layer: zeros(num_pages, page_tokens // ratio, config.index_head_dim) for layer, ratio in ratios.items()
+            layer: self._store("index key", num_pages, page_tokens // ratio, dtype=dtype)
+            for layer, ratio in ratios.items()
         }
         windows = layers + config.num_nextn_predict_layers if keep_windows else 0
-        self.page_windows = zeros(windows, num_pages, page_tokens, dim)
-        self.page_table = zeros(num_slots, pages_per_slot, dtype=torch.int64)
+        self.page_windows = self._store("window", windows, num_pages, page_tokens, dtype=dtype)
+        self.page_table = zeros(num_slots, pages_per_slot, dtype=torch.int32)
         self.pool = PagePool(num_pages)
         self._pages: list[list[int]] = [[] for _ in range(num_slots)]
         self._free_slots = list(range(num_slots))[::-1]
 
+    def _store(self, kind: Kind, *shape: int, dtype: torch.dtype) -> Store:
+        """Room for values [*shape, width of the kind]; this state holds them decoded."""
+        return torch.zeros(*shape, self.width(self.config, kind), dtype=dtype, device=self.device)
+
     # -- owning ---------------------------------------------------------------------------------------------------
 
     @staticmethod
-    def page_bytes(config: ModelConfig, page_tokens: int, *, keep_windows: bool, dtype: torch.dtype) -> int:
-        """Bytes of one page in this state, which holds decoded values."""
-        values = sum(
-            page_tokens // config.compress_ratios[layer] * (config.head_dim + config.index_head_dim)
-            for layer in config.kv_source_layer_ids
-        )
+    def width(config: ModelConfig, kind: Kind) -> int:
+        """Columns of one value of a kind."""
+        return config.index_head_dim if kind == "index key" else config.head_dim
+
+    @classmethod
+    def value_bytes(cls, config: ModelConfig, kind: Kind, dtype: torch.dtype) -> int:
+        """Bytes of one value of a kind in this state."""
+        return cls.width(config, kind) * dtype.itemsize
+
+    @classmethod
+    def page_bytes(cls, config: ModelConfig, page_tokens: int, *, keep_windows: bool, dtype: torch.dtype) -> int:
+        """Bytes of one page in this state."""
+        entry = cls.value_bytes(config, "kv", dtype) + cls.value_bytes(config, "index key", dtype)
+        nbytes = sum(page_tokens // config.compress_ratios[layer] * entry for layer in config.kv_source_layer_ids)
         if keep_windows:
             layers = config.num_hidden_layers + config.num_nextn_predict_layers
-            values += layers * page_tokens * config.head_dim
-        return values * dtype.itemsize
+            nbytes += layers * page_tokens * cls.value_bytes(config, "window", dtype)
+        return nbytes
 
-    @staticmethod
-    def slot_bytes(config: ModelConfig, page_tokens: int, rows_per_request: int, *, dtype: torch.dtype) -> int:
+    @classmethod
+    def slot_bytes(cls, config: ModelConfig, page_tokens: int, rows_per_request: int, *, dtype: torch.dtype) -> int:
         """Bytes of one request's rings in this state: windows, raw rows of open groups, history."""
         layers = config.num_hidden_layers + config.num_nextn_predict_layers
         raw = sum(1 if config.compress_ratios[layer] == 1 else 2 for layer in config.kv_source_layer_ids)
         ring = max(config.sliding_window, page_tokens) + rows_per_request
-        return ring * (layers * config.head_dim * dtype.itemsize + raw * config.head_dim * 4 + 8)
+        return ring * (layers * cls.value_bytes(config, "window", dtype) + raw * config.head_dim * 4 + 4)
 
     @property
     def free_pages(self) -> int:
@@ -182,7 +203,9 @@ class State:
 
     def _add_pages(self, slot: int, pages: Sequence[int]) -> None:
         held = self._pages[slot]
-        self.page_table[slot, len(held) : len(held) + len(pages)] = torch.tensor(pages, device=self.device)
+        self.page_table[slot, len(held) : len(held) + len(pages)] = torch.tensor(
+            pages, dtype=torch.int32, device=self.device
+        )
         held.extend(pages)
 
     # -- sharing prefixes -----------------------------------------------------------------------------------------
@@ -192,7 +215,7 @@ class State:
         first = page_number * self.page_tokens
         places = torch.arange(first, first + self.page_tokens, device=self.device) % self.ring
         page = self._pages[slot][page_number]
-        layers = len(self.window)
+        layers = self.config.num_hidden_layers
         self.page_windows[:layers, page] = self.window[:, slot, places]
         self.page_windows[layers:, page] = self.draft_window[:, slot, places]
 
@@ -205,7 +228,7 @@ class State:
         assert not self._pages[slot], "only an empty slot can start behind shared pages"
         self.pool.share(pages)
         self._add_pages(slot, pages)
-        border, layers = len(pages) * self.page_tokens, len(self.window)
+        border, layers = len(pages) * self.page_tokens, self.config.num_hidden_layers
         needed = -(-self.config.sliding_window // self.page_tokens)
         for number in range(max(0, len(pages) - needed), len(pages)):
             first = number * self.page_tokens
@@ -213,7 +236,7 @@ class State:
             self.window[:, slot, places] = self.page_windows[:layers, pages[number]]
             self.draft_window[:, slot, places] = self.page_windows[layers:, pages[number]]
         positions = torch.arange(border - len(history), border, device=self.device)
-        self.history[slot, positions % self.ring] = history
+        self.history[slot, positions % self.ring] = history.int()
 
     def check(self, rows: Rows) -> None:
         """Raise ValueError where `rows` cannot be run: too many rows of a request, or positions without a page."""
@@ -233,11 +256,11 @@ class State:
 
     # -- rings ----------------------------------------------------------------------------------------------------
 
-    def write_ring(self, ring: Tensor, rows: Rows, values: Tensor) -> None:
+    def write_ring(self, ring: Store, rows: Rows, values: Tensor) -> None:
         """Store `values` [rows, ...] at the rows' positions of `ring` [slots, ring, ...]."""
         ring[rows.slots, rows.positions % self.ring] = values
 
-    def read_ring(self, ring: Tensor, slots: Tensor, positions: Tensor) -> Tensor:
+    def read_ring(self, ring: Store, slots: Tensor, positions: Tensor) -> Tensor:
         """Entries [rows, n, ...] of `ring` [slots, ring, ...] at `positions` [rows, n]; any entry where negative."""
         return ring[slots.unsqueeze(-1), positions % self.ring]
 
@@ -251,7 +274,7 @@ class State:
     def _place(self, source: int, slots: Tensor, entries: Tensor) -> tuple[Tensor, Tensor]:
         """Page and offset of entry numbers of one KV source."""
         per_page = self.page_tokens // self.config.compress_ratios[source]
-        return self.page_table[slots, entries // per_page], entries % per_page
+        return self.page_table[slots, entries // per_page].long(), entries % per_page
 
     def write_entries(self, source: int, slots: Tensor, entries: Tensor, kv: Tensor, keys: Tensor) -> None:
         """Store KV [n, head_dim] and index keys [n, index_head_dim] as `entries` [n] of `slots` [n]."""
@@ -266,5 +289,5 @@ class State:
     def read_index_keys(self, source: int, slot: int, count: int) -> Tensor:
         """Index keys [count, index_head_dim] of entries 0..count - 1 of one request."""
         per_page = self.page_tokens // self.config.compress_ratios[source]
-        pages = self.page_table[slot, : -(-count // per_page)]
+        pages = self.page_table[slot, : -(-count // per_page)].long()
         return self.index_keys[source][pages].flatten(0, 1)[:count]

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from flashstep.checkpoint import Checkpoint, write_checkpoint
 from flashstep.config import ConfigError, ModelConfig
-from flashstep.formats import decode_engram_rows
+from flashstep.formats import decode_fp8_rows
 from flashstep.layout import check_world, engram_offsets, tensor_specs
 from flashstep.shards import INDEX_FILE, CheckpointError
 from flashstep.tiny import random_checkpoint, random_tensors, small_config
@@ -436,7 +436,7 @@ def test_engram_rows(slim, broken):
     assert scales.shape == (2, 2, table.head_dim // 32)
     assert torch.equal(as_bytes(codes[0, 0]), as_bytes(codes[0, 1]))
     gathered = checkpoint.engram_gather(1)(torch.tensor([[3]]))
-    assert torch.equal(gathered, decode_engram_rows(codes[:1, :1], scales[:1, :1]))
+    assert torch.equal(gathered, decode_fp8_rows(codes[:1, :1], scales[:1, :1]))
     for row in (-1, table.num_rows):
         with pytest.raises(IndexError, match=rf"row {row} asked for, the table has rows 0..{table.num_rows - 1}"):
             table.rows(torch.tensor([0, row]))

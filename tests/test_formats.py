@@ -270,7 +270,7 @@ def test_numerics():
 
 def test_engram_rows():
     codes = torch.tensor([[0x38] * 32 + [0xB8] * 32], dtype=torch.uint8).view(torch.float8_e4m3fn)
-    row = f.decode_engram_rows(codes, torch.tensor([[128, 126]], dtype=torch.uint8))
+    row = f.decode_fp8_rows(codes, torch.tensor([[128, 126]], dtype=torch.uint8))
     assert row.dtype == torch.bfloat16
     assert row.tolist() == [[2.0] * 32 + [-0.5] * 32]
 
