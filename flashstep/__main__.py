@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import flashstep
+from flashstep.ranks import RankFailure
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -36,6 +37,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ValueError, OSError) as error:  # what a user can cause; every one of our messages says what to do
         print(f"flashstep: error: {error}", file=sys.stderr)
         return 2
+    except RankFailure as error:
+        print(f"flashstep: error: {error}", file=sys.stderr)
+        return 1
 
 
 # -- commands -------------------------------------------------------------------------------------------------------
@@ -83,6 +87,12 @@ def _verify(args: argparse.Namespace) -> int:
     return 0 if report.passed else 1
 
 
+def _bench_step(args: argparse.Namespace) -> int:
+    from flashstep.bench.step import run
+
+    return run(args)
+
+
 # -- arguments ------------------------------------------------------------------------------------------------------
 
 
@@ -110,6 +120,7 @@ def _parser() -> argparse.ArgumentParser:
     machine.add_argument("--device", default="cpu", metavar="NAME", help="torch device of the reference (%(default)s)")
     machine.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: torch's own choice)")
     machine.add_argument("--max-model-len", type=int, metavar="N", help="room for context (default: the model's limit)")
+    _add_ranks(machine)
 
     serve = _command(commands, "serve", _serve, "answer OpenAI clients over HTTP")
     serve.add_argument(
@@ -133,7 +144,36 @@ def _parser() -> argparse.ArgumentParser:
     verify.add_argument("directory", type=_path, metavar="DIR", help="a directory in the golden format")
     verify.add_argument("--backend", default="reference", metavar="NAME", help="implementation to check (%(default)s)")
     verify.add_argument("--json", action="store_true", help="print JSON")
+
+    bench = commands.add_parser("bench", help="measure on the device", description="Measure on the device.")
+    _add_bench_step(_command(bench.add_subparsers(required=True, metavar="WHAT"), "step", _bench_step, _BENCH_STEP))
     return parser
+
+
+_BENCH_STEP = "times of a decode step, stage by stage: one rank's random weights, peers looped back"
+
+
+def _add_bench_step(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "config", type=_path, metavar="PATH", help="model directory or config.json that gives the shapes"
+    )
+    parser.add_argument("--world", type=int, default=4, metavar="N", help="ranks that share the model (%(default)s)")
+    parser.add_argument("--num-layers", type=int, metavar="N", help="only the first N layers (default: all)")
+    for option, default, text in (
+        ("--requests", [1], "requests, 1..32"),
+        ("--context", [1024], "tokens of context of each request"),
+        ("--verified", [5], "drafts of each request that are verified, 0..5; the others are masked rows"),
+    ):
+        parser.add_argument(option, type=int, nargs="+", default=default, metavar="N", help=f"{text} ({default[0]})")
+    parser.add_argument(
+        "--product",
+        choices=("wgmma", "f16", "both"),
+        default="wgmma",
+        help="of the experts: SM90's own, the one of every architecture, or both in turns (%(default)s)",
+    )
+    parser.add_argument("--replays", type=int, default=40, metavar="N", help="of each step (%(default)s)")
+    parser.add_argument("--json", type=_path, metavar="FILE", help="write figures and samples")
+    parser.add_argument("--timeline", type=_path, metavar="FILE", help="write a picture of two layers as HTML")
 
 
 def _command(
@@ -276,6 +316,20 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
     engine.add_argument("--no-prefix-caching", action="store_true", help="prompts share nothing")
     engine.add_argument("--device", default="cpu", metavar="NAME", help="torch device (%(default)s)")
     engine.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: torch's own choice)")
+    _add_ranks(engine)
+
+
+def _add_ranks(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--tensor-parallel-size",
+        type=int,
+        default=1,
+        metavar="N",
+        help="processes that share the weights, one per GPU; each has its part of --threads' default (%(default)s)",
+    )
+    group.add_argument(
+        "--check-ranks", action="store_true", help="compare every choice across the processes in every step (slow)"
+    )
 
 
 def _path(given: str) -> Path:

@@ -210,6 +210,7 @@ class Engine:
             self.loaded.config.vocab_size,
             constraint,
             asked.prompt_logprobs is not None,
+            asked.logprobs is not None,
         )
         drafts = self.core.num_speculative_tokens
         live = _Live(
@@ -330,7 +331,7 @@ class Engine:
         kept = LEAST_ROWS if prompts and budget >= LEAST_ROWS + 1 + self.core.num_speculative_tokens else 0
         # Where the budget is too small for all, those that have waited longest come first.
         for live in sorted((live for live in self._running if live.decoding), key=lambda live: live.last_turn):
-            rows = 1 + len(live.request.drafts)
+            rows = 1 + live.request.num_drafts
             if rows <= budget - kept and self._reserve(live, rows):
                 work.append((live, 1))
                 budget -= rows
@@ -351,7 +352,7 @@ class Engine:
     @staticmethod
     def _rows_of(live: _Live, limit: int) -> int:
         """Rows that `limit` waiting tokens of a request are in a step, drafts included."""
-        return limit + (len(live.request.drafts) if limit == live.request.waiting else 0)
+        return limit + (live.request.num_drafts if limit == live.request.waiting else 0)
 
     def _still_running(self, work: list[tuple[_Live, int]]) -> list[tuple[_Live, int]]:
         return [(live, limit) for live, limit in work if live.request.slot >= 0]  # some may have been preempted
@@ -389,7 +390,7 @@ class Engine:
         if head is None or not self._running:
             return True
         request = head.request
-        rows = len(request.tokens) + len(request.drafts) + 1
+        rows = len(request.tokens) + request.num_drafts + 1
         return self.state.free_pages >= -(-rows // self.state.page_tokens)
 
     def _start(self, live: _Live) -> None:

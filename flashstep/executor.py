@@ -48,9 +48,11 @@ class Request:
     vocab_size: int
     constraint: Constraint | None = None
     wants_prompt_logits: bool = False
+    wants_logits: bool = False  # of the rows that decide tokens
     prompt_length: int = field(init=False)
     computed: int = 0  # positions whose caches are written and committed
     drafts: list[int] = field(default_factory=list)  # proposed behind the last token
+    device_drafts: int = 0  # drafts that only the device knows
     draft_probs: Tensor | None = None  # [drafts, vocab] f64: what the drafts were drawn from
     counts: Tensor | None = field(init=False, default=None)  # [vocab] int64: occurrences in the generated tokens
     prompt_mask: Tensor | None = field(init=False, default=None)  # [vocab] bool: tokens of the prompt
@@ -67,6 +69,11 @@ class Request:
         """Tokens that are not computed yet; 1 in steady decoding."""
         return len(self.tokens) - self.computed
 
+    @property
+    def num_drafts(self) -> int:
+        """Rows that the next step spends on drafts, if it reaches the last token."""
+        return len(self.drafts) + self.device_drafts
+
     def add(self, tokens: Sequence[int]) -> None:
         """Append generated tokens."""
         self.tokens.extend(tokens)
@@ -81,7 +88,7 @@ class StepResult:
     """What one step brought one request."""
 
     tokens: list[int]  # new tokens: the accepted drafts, then one that the verifier drew; empty inside a prompt
-    logits: Tensor  # [len(tokens), vocab] f32: the rows that decided them
+    logits: Tensor  # [len(tokens), vocab] f32: the rows that decided them, where the request wants them
     drafted: int = 0
     accepted: int = 0
     synthetic: bool = False

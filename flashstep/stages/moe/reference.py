@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from flashstep.config import ModelConfig
 from flashstep.formats import Numerics
-from flashstep.ops import Linear, Reader, top_k
+from flashstep.ops import Combine, Linear, Reader, top_k
 
 
 @dataclass
@@ -35,6 +36,8 @@ class Weights:
     experts: list[Expert]
     shared: Expert
     experts_per_token: int
+    combine: Combine | None = None  # set where a rank holds a part of every expert's intermediate columns
+    on_choice: Callable[[Tensor], None] | None = None  # shown the chosen experts of every call
 
     @classmethod
     def read(
@@ -101,17 +104,24 @@ def gate_up(
     return hidden.to(num.dtype)
 
 
-def down(hidden: Tensor, experts: list[Expert], visits: Visits, num: Numerics) -> Tensor:
-    """The down products of `hidden` [visits, intermediate] -> [visits, hidden]."""
-    return products(num.fp8(hidden), [experts[i].w2 for i in visits.experts], visits.counts).to(num.dtype)
+def down(
+    hidden: Tensor, experts: list[Expert], visits: Visits, num: Numerics, combine: Combine | None = None
+) -> Tensor:
+    """The down products of `hidden` [visits, intermediate] -> [visits, hidden]; `combine` as in `Weights`."""
+    product = products(num.fp8(hidden), [experts[i].w2 for i in visits.experts], visits.counts)
+    return (product if combine is None else combine(product)).to(num.dtype)
 
 
 def moe(x: Tensor, w: Weights, config: ModelConfig, num: Numerics) -> Tensor:
     """Routed experts plus the shared one: [rows, hidden] -> [rows, hidden]; one rounding of the sum."""
     chosen, weights = route(x, w, config)
+    if w.on_choice is not None:
+        w.on_choice(chosen)
     x_fp8, limit = num.fp8(x), config.swiglu_limit
     everyone = Visits.of(torch.zeros_like(chosen[:, :1]))
-    total = down(gate_up(x_fp8, [w.shared], everyone, None, limit, num), [w.shared], everyone, num).double()
+    shared = gate_up(x_fp8, [w.shared], everyone, None, limit, num)
+    total = down(shared, [w.shared], everyone, num, w.combine).double()
     visits = Visits.of(chosen)
-    routed = down(gate_up(x_fp8, w.experts, visits, weights, limit, num), w.experts, visits, num)
+    routed = gate_up(x_fp8, w.experts, visits, weights, limit, num)
+    routed = down(routed, w.experts, visits, num, w.combine)
     return total.index_add_(0, visits.rows, routed.double()).to(num.dtype)

@@ -1,0 +1,1 @@
+"""Benchmarks that measure on the device what users wait for."""

@@ -1,0 +1,65 @@
+"""A picture of one layer's kernels on the device, as HTML: when each starts and ends, and the gaps between them."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from flashstep.jit import Launch
+
+_WIDTH, _ROW = 1400, 22
+_COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#bbbbbb")
+
+
+def kernel_times(graph: torch.cuda.CUDAGraph) -> list[tuple[str, float, float]]:
+    """(name, start, end) in microseconds of every kernel of one replay, in order of their starts."""
+    graph.replay()
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        graph.replay()
+        torch.cuda.synchronize()
+    found = [
+        (event.name, event.time_range.start, event.time_range.end)
+        for event in profiler.events() or []
+        if event.device_type == torch.autograd.DeviceType.CUDA
+    ]
+    return sorted(found, key=lambda kernel: kernel[1])
+
+
+def write_timeline(path: Path, launches: Sequence[Launch], graph: torch.cuda.CUDAGraph, *, layers: int = 2) -> None:
+    """Draw the kernels of the middle `layers` layers of a replay of `graph`, which runs `launches`."""
+    names = {launch.name for launch in launches}
+    times = [kernel for kernel in kernel_times(graph) if kernel[0].split("(")[0] in names]
+    layer_starts = [i for i, (name, _, _) in enumerate(times) if name.startswith("gate_up")]
+    middle = len(layer_starts) // 2
+    shown = times[layer_starts[middle] + 1 : layer_starts[min(middle + layers, len(layer_starts) - 1)] + 2]
+    path.write_text(_draw(shown))
+
+
+def _draw(kernels: Sequence[tuple[str, float, float]]) -> str:
+    first, last = min(start for _, start, _ in kernels), max(end for _, _, end in kernels)
+    scale = (_WIDTH - 40) / (last - first)
+    colours = {
+        name: _COLOURS[i % len(_COLOURS)] for i, name in enumerate(dict.fromkeys(name for name, _, _ in kernels))
+    }
+    bars, busy_until = [], first
+    for row, (name, start, end) in enumerate(kernels):
+        x, width, y = 20 + (start - first) * scale, max(1.0, (end - start) * scale), 30 + row * _ROW
+        gap = start - busy_until
+        busy_until = max(busy_until, end)
+        label = f"{name} {end - start:.2f} us" + (f", gap {gap:.2f} us" if gap > 0 else "")
+        bars.append(
+            f'<rect x="{x:.1f}" y="{y}" width="{width:.1f}" height="{_ROW - 6}" fill="{colours[name]}"/>'
+            f'<text x="{min(x + width + 4, _WIDTH - 260):.1f}" y="{y + 13}">{html.escape(label)}</text>'
+        )
+    height = 50 + len(kernels) * _ROW
+    title = f"{len(kernels)} kernels in {last - first:.1f} us (start to end on the device)"
+    return (
+        '<!doctype html><meta charset="utf-8"><title>flashstep: a layer on the device</title>'
+        "<style>body{font:13px sans-serif}text{font-size:11px}</style>"
+        f'<h3>{title}</h3><svg width="{_WIDTH}" height="{height}">{"".join(bars)}</svg>\n'
+    )

@@ -1,0 +1,654 @@
+"""The launches of skinny products: `product.cuh` for the chain, `stream.cu` for big weights, `quantize.cu`.
+
+Owns the choice of a launch's shape and the check of every operand. Leaves to the caller: all buffers, and which
+products share a launch. Layouts: activations in `common.cuh`, weights in `pack.py`, whose names are found here too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashstep import jit
+from flashstep.stages.dense.pack import GROUP, TILE, Kind, PackedWeight
+from flashstep.stages.dense.pack import pack_bf16 as pack_bf16
+from flashstep.stages.dense.pack import pack_fp8 as pack_fp8
+from flashstep.stages.dense.pack import random_packed as random_packed
+from flashstep.stages.dense.pack import unpack_bf16 as unpack_bf16
+from flashstep.stages.dense.pack import unpack_fp8 as unpack_fp8
+
+PROLOGUE_ROWS = 8  # up to here a product quantizes its input itself
+MAX_ROWS = 192
+MAX_SEGMENTS = 5
+MAX_PEERS = 8
+
+# The kinds and output forms of operands.cuh, output.cuh and product.cuh.
+_FP8, _FP8_AT_BF16, _BF16 = range(3)
+_TO_BF16, _TO_F32, _TO_PEERS, _TO_FRAGMENTS = range(4)
+_NO_PROLOGUE, _QUANTIZE, _NORM_QUANTIZE = range(3)
+_GROUP_BYTES = {_FP8: 516, _FP8_AT_BF16: 516, _BF16: 1024}
+
+_PRODUCT = [
+    ("weight", f"const u8*[{MAX_SEGMENTS}]"),
+    ("x", f"const void*[{MAX_SEGMENTS}]"),
+    ("x_scales", f"const u8*[{MAX_SEGMENTS}]"),
+    ("out", f"void*[{MAX_SEGMENTS}]"),
+    ("out_scales", f"u8*[{MAX_SEGMENTS}]"),
+    ("peers", f"float*[{MAX_PEERS}]"),
+    ("norm", "const float*"),
+    ("rows", "int"),
+]
+_MIXES = [("stream", "const bf16*"), ("fn", "const float*"), ("partials", "float*"), ("slices", "int")]
+_WINDOW = [
+    ("low", "const bf16*"),
+    ("low_stride", "int"),
+    ("low_column", "int"),
+    ("kv_norm", "const bf16*"),
+    ("window_eps", "float"),
+    ("frequencies", "const float*"),
+    ("row_position", "const i32*"),
+    ("row_slot", "const i32*"),
+    ("codes", "u8*"),
+    ("scales", "u8*"),
+    ("ring", "int"),
+]
+PRODUCT = jit.Source("stages/dense/product.cu", {"product": jit.Params("Product", _PRODUCT)}, hot=["product"])
+PRODUCT_MIXES = jit.Source(
+    "stages/dense/product_mixes.cu",
+    {"product_mixes": jit.Params("ProductMixes", _PRODUCT + _MIXES)},
+    hot=["product_mixes"],
+)
+PRODUCT_WINDOW = jit.Source(
+    "stages/dense/product_window.cu",
+    {"product_window": jit.Params("ProductWindow", _PRODUCT + _WINDOW)},
+    hot=["product_window"],
+)
+STREAM = jit.Source(
+    "stages/dense/stream.cu",
+    {
+        "stream": jit.Params(
+            "Stream",
+            [
+                ("weight", "const u8*"),
+                ("x", "const void*"),
+                ("x_scales", "const u8*"),
+                ("out", "void*"),
+                ("peers", f"float*[{MAX_PEERS}]"),
+                ("rows", "int"),
+            ],
+        )
+    },
+    hot=["stream"],
+)
+QUANTIZE = jit.Source(
+    "stages/dense/quantize.cu",
+    {
+        "quantize": jit.Params(
+            "Quantize",
+            [("x", "const bf16*"), ("norm", "const float*"), ("codes", "u8*"), ("scales", "u8*"), ("rows", "int")],
+        )
+    },
+    hot=["quantize"],
+)
+
+
+# ---- operands -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Fp8:
+    """fp8 fragments: `codes` uint8 [row tiles, columns / 16, 8, 16], `scales` uint8 [row tiles, columns / 32, 8].
+
+    As an output of a product, the results from column `column` (a multiple of 32) on: rounded to bf16, then quantized.
+    """
+
+    codes: Tensor
+    scales: Tensor
+    column: int = 0
+
+    @property
+    def columns(self) -> int:
+        """Columns of a row."""
+        return self.codes.shape[1] * 16
+
+
+@dataclass(frozen=True)
+class Bf16:
+    """bf16 fragments: `values` bfloat16 or 16-bit integers [row tiles, columns / 8, 8, 8]."""
+
+    values: Tensor
+
+    @property
+    def columns(self) -> int:
+        """Columns of a row."""
+        return self.values.shape[1] * 8
+
+
+@dataclass(frozen=True)
+class Latent:
+    """bf16 rows `values` [rows, stride] whose first columns (as many as the weight has) are quantized for the product.
+
+    `norm` float32 [columns]: behind an RMS norm with `eps`. Above PROLOGUE_ROWS rows a kernel of its own writes
+    `scratch` (fragments of at least that many rows, exactly the weight's columns) in front of the product.
+    """
+
+    values: Tensor
+    norm: Tensor | None = None
+    eps: float = 0.0
+    scratch: Fp8 | None = None
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Row-major output: `values` [rows, stride] bfloat16 or float32, results from column `column` on."""
+
+    values: Tensor
+    column: int = 0
+
+
+@dataclass(frozen=True)
+class Peers:
+    """Partial sums float32 [rows, stride] on every peer (this device among them), as results of one launch."""
+
+    values: Sequence[Tensor]
+    column: int = 0
+
+
+@dataclass(frozen=True)
+class Segment:
+    """One product of a launch. fp8 weights with `Bf16` activations are decoded to bf16 (exactly)."""
+
+    weight: PackedWeight
+    x: Fp8 | Bf16 | Latent
+    out: Rows | Peers | Fp8
+
+
+@dataclass(frozen=True)
+class Mixes:
+    """Slices of hyper-connection mixes on further blocks of a launch: the fields of `Mixes` in boundary/mixes.cuh.
+
+    `stream` bf16 [rows, hc, hidden], `fn` packed by boundary, `partials` float32 [slices, rows, 28].
+    """
+
+    stream: Tensor
+    fn: Tensor
+    partials: Tensor
+    slices: int
+
+
+@dataclass(frozen=True)
+class Window:
+    """Window entries on a further block a row: the fields of `WindowWrite` in attention/window.cuh.
+
+    `low` bf16 [rows, stride] holds the latents from `column` on; `ring` 0: `codes`, `scales` are [rows, ..].
+    """
+
+    low: Tensor
+    column: int
+    kv_norm: Tensor
+    eps: float
+    frequencies: Tensor
+    row_position: Tensor
+    row_slot: Tensor
+    codes: Tensor
+    scales: Tensor
+    ring: int
+
+
+@dataclass(frozen=True)
+class Shape:
+    """How a product is cut. `tiles_*`: tiles of 16 outputs a block, by weight kind; `cluster`: blocks that share K.
+
+    `row_tiles`: tiles of 8 rows a pass. `rehearse`: a pass without rows in front of the wait (product.cuh).
+    """
+
+    warps: int = 8
+    blocks_per_sm: int = 2
+    cluster: int = 1
+    tiles_fp8: int = 1
+    tiles_bf16: int = 1
+    row_tiles: int = 1
+    rehearse: bool = False
+
+
+# ---- launches -------------------------------------------------------------------------------------------------------
+
+_BLOCK_BYTES = 84 * 1024  # of weights: two kernels of the chain fit a multiprocessor, one computing, one filling
+_MANY_BLOCKS = 96  # enough to keep 132 multiprocessors' memory pipes busy
+
+
+def product(
+    device: torch.device,
+    segments: Sequence[Segment],
+    rows: int,
+    *,
+    stage: str,
+    extra: Mixes | Window | None = None,
+    shape: Shape | None = None,
+) -> list[jit.Launch]:
+    """The launches that compute all `segments`, which share the number of columns, for `rows` rows.
+
+    One launch, or two where a `Latent` has more rows than the prologue takes. Rows from `rows` on are never written.
+    `shape` replaces the choice of `choose_shape`. ValueError where operands do not fit each other.
+    """
+    _check(segments, rows)
+    launches = []
+    x = segments[0].x
+    if isinstance(x, Latent) and rows > PROLOGUE_ROWS:
+        if x.scratch is None:
+            raise ValueError(f"{rows} rows of a Latent need scratch")
+        launches += quantize(device, x, x.scratch, rows, stage=stage)
+        segments = [replace(segment, x=x.scratch) for segment in segments]
+    plan = plan_product(segments, rows, extra, shape or choose_shape(segments, rows))
+    return [*launches, plan.launch(device, stage)]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A launch before it is compiled."""
+
+    source: jit.Source
+    kernel: str
+    constants: dict[str, jit.Constant]
+    fields: dict[str, Any]
+    grid: int
+    block: int
+    shared: int
+    cluster: int
+    nbytes: int
+
+    def launch(self, device: torch.device, stage: str) -> jit.Launch:
+        """Compile and bind."""
+        return self.source.build(device, **self.constants).launch(
+            self.kernel,
+            grid=self.grid,
+            block=self.block,
+            shared=self.shared,
+            cluster=self.cluster,
+            stage=stage,
+            nbytes=self.nbytes,
+            **self.fields,
+        )
+
+
+def plan_product(segments: Sequence[Segment], rows: int, extra: Mixes | Window | None, shape: Shape) -> Plan:
+    """The launch of `product`; needs no device."""
+    columns = _check(segments, rows)
+    x = segments[0].x
+    prologue = _NO_PROLOGUE if not isinstance(x, Latent) else _QUANTIZE if x.norm is None else _NORM_QUANTIZE
+
+    constants: dict[str, jit.Constant] = {
+        "COLUMNS": columns,
+        "SEGMENTS": len(segments),
+        "WARPS": shape.warps,
+        "BLOCKS_PER_SM": shape.blocks_per_sm,
+        "CLUSTER": shape.cluster,
+        "TILES_FP8": shape.tiles_fp8,
+        "TILES_BF16": shape.tiles_bf16,
+        "ROW_TILES": shape.row_tiles,
+        "PROLOGUE": prologue,
+        "X_STRIDE": x.values.shape[1] if isinstance(x, Latent) else 0,
+        "EPS": float(x.eps) if isinstance(x, Latent) else 0.0,
+        "REHEARSE": shape.rehearse,
+        "PEERS": 0,
+    }
+    fields: dict[str, Any] = {name: [] for name in ("weight", "x", "x_scales", "out", "out_scales", "peers")}
+    blocks = 0
+    for s in range(MAX_SEGMENTS):
+        described = dict.fromkeys(("KIND", "OUTPUTS", "FORM", "STRIDE", "COLUMN"), 0)
+        if s < len(segments):
+            segment = segments[s]
+            kind = _kind(segment)
+            described = {"KIND": kind, "OUTPUTS": segment.weight.outputs, **_output(segment.out, fields, constants)}
+            fields["weight"].append(segment.weight.data)
+            fields["x"].append(segment.x.codes if isinstance(segment.x, Fp8) else segment.x.values)
+            fields["x_scales"].append(segment.x.scales if isinstance(segment.x, Fp8) else None)
+            blocks += -(-segment.weight.outputs // (TILE * _tiles(shape, kind))) * shape.cluster
+        constants.update({f"{name}_{s}": value for name, value in described.items()})
+    fields["norm"] = x.norm if isinstance(x, Latent) else None
+    fields["rows"] = rows
+    nbytes = sum(segment.weight.nbytes for segment in segments)
+    shared = _product_shared(segments, columns, shape, prologue)
+    constants["SHARED"] = shared
+
+    source, kernel = PRODUCT, "product"
+    if isinstance(extra, Mixes):
+        source, kernel = PRODUCT_MIXES, "product_mixes"
+        hc, hidden = extra.stream.shape[1:]
+        constants.update(HC=hc, HIDDEN=hidden)
+        fields.update(stream=extra.stream, fn=extra.fn, partials=extra.partials, slices=extra.slices)
+        shared = max(shared, _mixes_shared(hc * hidden, extra.slices))
+        nbytes += extra.fn.numel() * 4
+        blocks += -(-extra.slices // shape.cluster) * shape.cluster
+    elif isinstance(extra, Window):
+        source, kernel = PRODUCT_WINDOW, "product_window"
+        constants.update(HEAD_DIM=extra.codes.shape[-1], ROPE=2 * extra.frequencies.shape[0])
+        fields.update(
+            low=extra.low,
+            low_stride=extra.low.shape[1],
+            low_column=extra.column,
+            kv_norm=extra.kv_norm,
+            window_eps=extra.eps,
+            frequencies=extra.frequencies,
+            row_position=extra.row_position,
+            row_slot=extra.row_slot,
+            codes=extra.codes,
+            scales=extra.scales,
+            ring=extra.ring,
+        )
+        blocks += -(-rows // shape.cluster) * shape.cluster
+    return Plan(source, kernel, constants, fields, blocks, 32 * shape.warps, shared, shape.cluster, nbytes)
+
+
+def choose_shape(segments: Sequence[Segment], rows: int) -> Shape:
+    """How to cut a launch: a block's weights at most 84 KB, at least 96 blocks where there is that much to do.
+
+    Above 8 rows activations are worth as much traffic as weights, so blocks take more outputs and clusters share K.
+    """
+    kinds = {_kind(segment) for segment in segments}
+    groups = -(-segments[0].weight.columns // GROUP)
+    quantizes = any(isinstance(segment.out, Fp8) for segment in segments)
+    prologue = isinstance(segments[0].x, Latent)
+
+    def fits(kind: int, tiles: int, cluster: int) -> bool:
+        return kind not in kinds or tiles * _slice(groups, cluster) * _GROUP_BYTES[kind] <= _BLOCK_BYTES
+
+    def enough(tiles: int, cluster: int) -> bool:
+        count = sum(-(-s.weight.outputs // TILE) for s in segments if s.weight.kind == "fp8")
+        return -(-count // tiles) * cluster >= _MANY_BLOCKS
+
+    fp8 = _FP8_AT_BF16 if _FP8_AT_BF16 in kinds else _FP8
+    row_tiles = -(-rows // 8)
+    if kinds == {_BF16}:  # few outputs, long rows
+        tiles = 1 if rows <= 8 else 2
+        bytes_of = {c: tiles * _slice(groups, c) * _GROUP_BYTES[_BF16] for c in (1, 2, 4)}
+        cluster = next((c for c, size in bytes_of.items() if size <= _BLOCK_BYTES // 2), 8)
+        return Shape(cluster=cluster, tiles_bf16=tiles, row_tiles=min(row_tiles, 3))
+    if rows <= 8:
+        cluster = 1 if prologue or (_BF16 not in kinds and not quantizes) else 2
+        if not fits(_BF16, 1, cluster):
+            raise ValueError(f"{segments[0].weight.columns} columns of bf16 are more than a cluster of {cluster} holds")
+        least = 2 if quantizes else 1
+        options = [t for t in (4, 2, 1) if t >= least and fits(fp8, t, cluster)]
+        tiles = next((t for t in options if enough(t, cluster)), least)
+        return Shape(cluster=cluster, tiles_fp8=tiles)
+    tiles_fp8 = next((t for t in (4, 2) if enough(t, 4)), 2) if fp8 in kinds else 1
+    clusters = (1, 2, 4, 8)
+    cluster = next((c for c in clusters if fits(fp8, tiles_fp8, c) and fits(_BF16, 2, c)), 8)
+    return Shape(
+        blocks_per_sm=1, cluster=cluster, tiles_fp8=tiles_fp8, tiles_bf16=2, row_tiles=min(row_tiles, 3)
+    )  # registers for 4 tiles x 3 tiles of rows
+
+
+def stream_product(
+    device: torch.device,
+    weight: PackedWeight,
+    x: Fp8 | Bf16,
+    out: Rows | Peers,
+    rows: int,
+    *,
+    stage: str,
+    tiles: int | None = None,
+    blocks: int | None = None,
+) -> list[jit.Launch]:
+    """One product whose weight is large (head, main_proj, Engram wkv): persistent blocks, a ring of stages.
+
+    `tiles` (1, 2, 4 or 8 tiles of 16 outputs a round) and `blocks` replace the choice. ValueError as for `product`.
+    """
+    segment = Segment(weight, x, out)
+    if isinstance(x, Fp8) and x.columns % (2 * GROUP):  # the ring copies activation scales by 16 bytes
+        return product(device, [segment], rows, stage=stage)
+    plan = plan_stream(segment, rows, blocks or _multiprocessors(device), tiles)
+    return [plan.launch(device, stage)]
+
+
+def plan_stream(segment: Segment, rows: int, blocks: int, tiles: int | None = None) -> Plan:
+    """The launch of `stream_product`; needs no device."""
+    columns, kind = _check([segment], rows), _kind(segment)
+    weight, x = segment.weight, segment.x
+    count = -(-weight.outputs // TILE)
+    blocks = min(blocks, count)
+    if tiles is None:
+        tiles = next((t for t in (8, 4) if count >= 2 * t * blocks), 2 if count < 2 * blocks else 4)
+    row_tiles = -(-rows // 8)
+    stage_groups = min((64 if kind != _BF16 else 32) // tiles, 16)
+    if row_tiles > 8:
+        stage_groups = max(stage_groups // 2, 2 if kind == _BF16 else 4)
+    fragment = 256 + 8 if kind == _FP8 else 512
+    stage_bytes = stage_groups * (tiles * _GROUP_BYTES[kind] + row_tiles * fragment)
+    sums = 8 * 8 * 20 * 4
+    stages = min(8, (jit.MAX_SHARED - sums - 1024) // stage_bytes)
+    shared = stages * stage_bytes + sums + 16 * stages
+    fields: dict[str, Any] = {"out": [], "out_scales": [], "peers": []}
+    constants: dict[str, jit.Constant] = {
+        "COLUMNS": columns,
+        "KIND": kind,
+        "OUTPUTS": weight.outputs,
+        "PEERS": 0,
+        "ROW_TILES": row_tiles,
+        "TILES": tiles,
+        "STAGE_GROUPS": stage_groups,
+        "STAGES": stages,
+        "SHARED": shared,
+    }
+    constants.update(_output(segment.out, fields, constants))
+    launch_fields = {
+        "weight": weight.data,
+        "x": x.codes if isinstance(x, Fp8) else x.values,
+        "x_scales": x.scales if isinstance(x, Fp8) else None,
+        "out": fields["out"][0],
+        "peers": fields["peers"],
+        "rows": rows,
+    }
+    return Plan(STREAM, "stream", constants, launch_fields, blocks, 288, shared, 1, weight.nbytes)
+
+
+def quantize(device: torch.device, x: Latent, out: Fp8, rows: int, *, stage: str) -> list[jit.Launch]:
+    """fp8 fragments `out` of the first columns (as many as `out` has) of `x`, behind its norm if it has one.
+
+    The bits are those of a product's prologue. Rows from `rows` on are not written.
+    """
+    columns = out.columns
+    if columns > x.values.shape[1] or x.values.shape[0] < rows or (x.norm is not None and x.norm.numel() != columns):
+        raise ValueError(f"{columns} columns of {rows} rows from {tuple(x.values.shape)}, norm of {x.norm is not None}")
+    if x.values.shape[1] % 8:
+        raise ValueError(f"rows of {x.values.shape[1]} columns: expected a multiple of 8")
+    module = QUANTIZE.build(
+        device, COLUMNS=columns, X_STRIDE=x.values.shape[1], NORM=x.norm is not None, EPS=float(x.eps)
+    )
+    parts = 2 if x.norm is not None else -(-columns // 256)
+    launch = module.launch(
+        "quantize",
+        grid=-(-rows // 8) * parts,
+        block=256,
+        shared=0,
+        cluster=1,
+        stage=stage,
+        nbytes=0,
+        x=x.values,
+        norm=x.norm,
+        codes=out.codes,
+        scales=out.scales,
+        rows=rows,
+    )
+    return [launch]
+
+
+# ---- parts ----------------------------------------------------------------------------------------------------------
+
+
+def _check(segments: Sequence[Segment], rows: int) -> int:
+    """The columns that all segments share, rounded up to whole groups."""
+    if not 1 <= len(segments) <= MAX_SEGMENTS:
+        raise ValueError(f"{len(segments)} segments: expected 1..{MAX_SEGMENTS}")
+    if not 1 <= rows <= MAX_ROWS:
+        raise ValueError(f"{rows} rows: expected 1..{MAX_ROWS}")
+    widths = {segment.weight.columns for segment in segments}
+    if len(widths) > 1:
+        raise ValueError(f"weights of one launch have {sorted(widths)} columns: expected one number")
+    columns = -(-segments[0].weight.columns // GROUP) * GROUP
+    latents = {id(segment.x) for segment in segments if isinstance(segment.x, Latent)}
+    if latents and (len(latents) > 1 or not all(isinstance(segment.x, Latent) for segment in segments)):
+        raise ValueError("a Latent is the input of all segments of its launch")
+    row_tiles = -(-rows // 8)
+    for segment in segments:
+        x, out = segment.x, segment.out
+        if isinstance(x, Latent):
+            if x.values.shape[0] < rows or x.values.shape[1] < columns or x.values.shape[1] % 8:
+                raise ValueError(f"Latent {tuple(x.values.shape)}: expected {rows} rows, {columns} columns or more")
+            if x.norm is not None and x.norm.shape != (columns,):
+                raise ValueError(f"norm {tuple(x.norm.shape)}: expected {columns}")
+        else:
+            tensor = x.codes if isinstance(x, Fp8) else x.values
+            wanted = (columns // 16, 8, 16) if isinstance(x, Fp8) else (columns // 8, 8, 8)
+            if tuple(tensor.shape[1:]) != wanted or tensor.shape[0] < row_tiles:
+                raise ValueError(f"activations {tuple(tensor.shape)}: expected [{row_tiles} or more, *{wanted}]")
+            if isinstance(x, Fp8) and tuple(x.scales.shape) != (tensor.shape[0], columns // 32, 8):
+                raise ValueError(f"scales {tuple(x.scales.shape)}: expected {(tensor.shape[0], columns // 32, 8)}")
+        outputs = segment.weight.outputs
+        if isinstance(out, Fp8):
+            if outputs % GROUP or out.column % GROUP or out.column + outputs > out.columns:
+                raise ValueError(
+                    f"{outputs} outputs at column {out.column} of {out.columns} fp8: not whole groups of 32"
+                )
+            continue
+        for tensor in out.values if isinstance(out, Peers) else [out.values]:
+            if tensor.shape[0] < rows or tensor.shape[1] < out.column + outputs:
+                raise ValueError(f"output {tuple(tensor.shape)}: expected {rows} x {out.column + outputs} or more")
+    return columns
+
+
+def _kind(segment: Segment) -> int:
+    if segment.weight.kind == "bf16":
+        if not isinstance(segment.x, Bf16):
+            raise ValueError("bf16 weights take bf16 activations")
+        return _BF16
+    return _FP8_AT_BF16 if isinstance(segment.x, Bf16) else _FP8
+
+
+def _output(out: Rows | Peers | Fp8, fields: dict[str, Any], constants: dict[str, jit.Constant]) -> dict[str, int]:
+    """Append the output's pointers to `fields`; its FORM, STRIDE and COLUMN."""
+    if isinstance(out, Peers):
+        if fields["peers"]:
+            raise ValueError("one segment of a launch goes to peers")
+        fields["peers"] = list(out.values)
+        fields["out"].append(None)
+        constants["PEERS"] = len(out.values)
+        form, stride = _TO_PEERS, out.values[0].shape[1]
+    elif isinstance(out, Fp8):
+        fields["out"].append(out.codes)
+        form, stride = _TO_FRAGMENTS, out.columns
+    else:
+        fields["out"].append(out.values)
+        form, stride = _TO_BF16 if out.values.dtype == torch.bfloat16 else _TO_F32, out.values.shape[1]
+    fields["out_scales"].append(out.scales if isinstance(out, Fp8) else None)
+    return {"FORM": form, "STRIDE": stride, "COLUMN": out.column}
+
+
+def _tiles(shape: Shape, kind: int) -> int:
+    return shape.tiles_bf16 if kind == _BF16 else shape.tiles_fp8
+
+
+def _slice(groups: int, cluster: int) -> int:
+    """Groups of a block (product.cuh, SLICE)."""
+    groups = -(-groups // cluster)
+    return -(-groups // 4) * 4
+
+
+def _product_shared(segments: Sequence[Segment], columns: int, shape: Shape, prologue: int) -> int:
+    """Bytes of shared memory (product.cuh checks that they are enough)."""
+    groups = columns // GROUP
+    kinds = [_kind(segment) for segment in segments]
+    most = max(_tiles(shape, kind) for kind in kinds)
+    total = max(_tiles(shape, kind) * _slice(groups, shape.cluster) * _GROUP_BYTES[kind] for kind in kinds)
+    total = -(-total // 16) * 16
+    total += shape.warps * shape.row_tiles * 8 * (16 * most + 4) * 4
+    if shape.cluster > 1:
+        items = shape.row_tiles * 8 * most * 4
+        total += 2 * shape.cluster * (-(-(items // 8) // shape.cluster) * 8) * 16
+    if prologue != _NO_PROLOGUE:
+        total += 2 * groups * 144 + -(-groups * 8 // 16) * 16
+    if prologue == _NORM_QUANTIZE:
+        total += columns * 4
+    return total + 16
+
+
+def _mixes_shared(columns: int, slices: int) -> int:
+    """`mixes_shared_bytes` of boundary/mixes.cuh."""
+    return -(-(columns // 128) // slices) * 24 * 128 * 4 + 4 * 6 * 28 * 4 + 16
+
+
+def _multiprocessors(device: torch.device) -> int:
+    if jit.emulated(device):
+        return 4  # so that tests see blocks of several rounds
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+# ---- what a step compiles -------------------------------------------------------------------------------------------
+
+
+def _released(rows: int) -> list[Plan]:
+    """The launches of one rank of four at the released sizes, for the test that all of it compiles without spills."""
+
+    def empty(*shape: int, dtype: torch.dtype = torch.uint8) -> Tensor:
+        return torch.empty(*shape, dtype=dtype, device="meta")
+
+    def weight(outputs: int, columns: int, kind: Kind = "fp8") -> PackedWeight:
+        groups = columns // GROUP
+        return PackedWeight(empty(outputs // TILE, groups * (516 if kind == "fp8" else 1024)), outputs, columns, kind)
+
+    tiles = -(-rows // 8)
+
+    def fp8(columns: int) -> Fp8:
+        return Fp8(empty(tiles, columns // 16, 8, 16), empty(tiles, columns // 32, 8))
+
+    def bf16(columns: int) -> Bf16:
+        return Bf16(empty(tiles, columns // 8, 8, 8, dtype=torch.bfloat16))
+
+    def floats(columns: int) -> Tensor:
+        return empty(rows, columns, dtype=torch.float32)
+
+    low = empty(rows, 1280 + 512, dtype=torch.bfloat16)
+    x, x_bf16 = fp8(5120), bf16(5120)
+    plain = [Segment(weight(1280, 5120), x, Rows(low)), Segment(weight(512, 5120), x, Rows(low, 1280))]
+    source = [Segment(weight(n, 5120, "bf16"), x_bf16, Rows(floats(n))) for n in (512, 512, 32)]
+    mixes = Mixes(empty(rows, 4, 5120, dtype=torch.bfloat16), floats(1), floats(1), 20)
+    latent = Latent(low, floats(1280)[0], 1e-20) if rows <= PROLOGUE_ROWS else fp8(1280)
+    queries = [Segment(weight(n, 1280), latent, Rows(empty(rows, n, dtype=torch.bfloat16))) for n in (8192, 4096)]
+    ints = empty(rows, dtype=torch.int32)
+    window = Window(low, 1280, empty(512, dtype=torch.bfloat16), 1e-20, floats(32)[0], ints, ints,
+                    empty(8, 160, 512), empty(8, 160, 16), 160)  # fmt: skip
+    u = fp8(2048)
+    wo_a = [Segment(weight(1024, 4096), bf16(4096), replace(u, column=1024 * g)) for g in range(2)]
+    peers = Peers([floats(5120)] * 4)
+    plans = [
+        plan_product(segments, rows, extra, choose_shape(segments, rows))
+        for segments, extra in (
+            (plain, mixes),
+            (plain + source, mixes),
+            (queries[:1], window),
+            (queries, window),
+            (wo_a, None),
+            ([Segment(weight(5120, 2048), u, peers)], None),
+            ([Segment(weight(384, 5120, "bf16"), x_bf16, Rows(floats(384)))], mixes),
+        )
+    ]
+    return plans + [
+        plan_stream(segment, rows, 132)
+        for segment in (
+            Segment(weight(32320, 5120, "bf16"), x_bf16, Rows(floats(32320))),
+            Segment(weight(25600, 1536), fp8(1536), Peers([floats(25600)] * 4)),
+            Segment(weight(5120, 3840), fp8(3840), peers),
+        )
+    ]
+
+
+SOURCES: list[tuple[jit.Source, dict[str, jit.Constant]]] = [
+    *((plan.source, plan.constants) for rows in (6, 48, 192) for plan in _released(rows)),
+    (QUANTIZE, {"COLUMNS": 1280, "X_STRIDE": 1792, "NORM": True, "EPS": 1e-20}),
+    (QUANTIZE, {"COLUMNS": 1536, "X_STRIDE": 1536, "NORM": False, "EPS": 0.0}),
+]

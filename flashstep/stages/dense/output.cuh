@@ -1,0 +1,73 @@
+// Where the results of a product go: four outputs of a row at a time.
+#pragma once
+#include "common.cuh"
+
+constexpr int TO_BF16 = 0;       // [rows][stride] bf16
+constexpr int TO_F32 = 1;        // [rows][stride] float32
+constexpr int TO_PEERS = 2;      // [rows][stride] float32 on each of PEERS devices
+constexpr int TO_FRAGMENTS = 3;  // rounded to bf16, then fp8 fragments of `stride` columns and their scales
+
+struct Place {
+  int form;
+  void* out;     // of TO_FRAGMENTS: codes
+  u8* scales;    // of TO_FRAGMENTS
+  int outputs;   // of the product: columns from here on are padding
+  int stride;    // columns of a row of `out`
+  int column;    // of the first output in `out`
+};
+
+DEVICE void store_f32(float* at, float4 v, int left, bool aligned) {
+  if (left >= 4 && aligned) {
+    *(float4*)at = v;
+    return;
+  }
+  float values[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+  for (int i = 0; i < 4; ++i)
+    if (i < left) at[i] = values[i];
+}
+
+// Store outputs `output` .. + 3 of `row`. Called by whole warps; `wanted` is false for lanes that have nothing to store.
+// TO_FRAGMENTS: 8 lanes from a multiple of 8 hold a row's 32 outputs from a multiple of 32, in order.
+template <class P> DEVICE void emit(const P& p, const Place& place, bool wanted, int row, int output, float4 v) {
+  int left = place.outputs - output, column = place.column + output;
+  bool aligned = place.stride % 4 == 0 && place.column % 4 == 0;
+  wanted = wanted && left > 0;
+  if (place.form == TO_FRAGMENTS) {
+    float x[4] = {v.x, v.y, v.z, v.w}, amax = 0.0f;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      x[i] = i < left ? round_bf16(x[i]) : 0.0f;
+      amax = fmaxf(amax, fabsf(x[i]));
+    }
+#pragma unroll
+    for (int m = 1; m < 8; m <<= 1) amax = fmaxf(amax, shuffle_xor(amax, m));
+    u32 code = fp8_scale_code(amax);
+    float inverse = ue8m0_inverse(code);
+    if (!wanted) return;
+    u32 codes = (u32)f32x2_to_e4m3x2(x[0] * inverse, x[1] * inverse) |
+                (u32)f32x2_to_e4m3x2(x[2] * inverse, x[3] * inverse) << 16;
+    *(u32*)((u8*)place.out + fragment_offset(row, column, place.stride / 16)) = codes;
+    if (column % 32 == 0) place.scales[((row >> 3) * (place.stride / 32) + column / 32) * 8 + (row & 7)] = (u8)code;
+    return;
+  }
+  if (!wanted) return;
+  i64 offset = (i64)row * place.stride + column;
+  if (place.form == TO_F32) {
+    store_f32((float*)place.out + offset, v, left, aligned);
+  } else if (place.form == TO_PEERS) {
+#pragma unroll
+    for (int peer = 0; peer < PEERS; ++peer) store_f32(p.peers[peer] + offset, v, left, aligned);
+  } else {
+    bf16* at = (bf16*)place.out + offset;
+    u32 low = f32x2_to_bf16x2(v.x, v.y), high = f32x2_to_bf16x2(v.z, v.w);
+    if (left >= 4 && aligned) {
+      *(uint2*)at = make_uint2(low, high);
+      return;
+    }
+    u32 pairs[2] = {low, high};
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      if (i < left) at[i] = (bf16)(pairs[i >> 1] >> (i & 1) * 16);
+  }
+}

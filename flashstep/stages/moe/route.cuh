@@ -1,0 +1,72 @@
+// The router's choice for one row: section 8 of docs/model.md, in float32.
+#pragma once
+#include "common.cuh"
+
+constexpr int PER_LANE = (EXPERTS + 31) / 32;
+static_assert(TOP_K <= 8, "a row chooses at most eight experts");
+
+// A lane's experts are PER_LANE consecutive ones, so that the lowest index of equals is in the lowest lane.
+DEVICE void load_lane(float (&values)[PER_LANE], const float* row, int lane) {
+  if constexpr (PER_LANE % 4 == 0 && EXPERTS == 32 * PER_LANE) {
+#pragma unroll
+    for (int i = 0; i < PER_LANE / 4; i++) {
+      float4 v = load_l2((const float4*)(row + lane * PER_LANE) + i);
+      values[4 * i] = v.x, values[4 * i + 1] = v.y, values[4 * i + 2] = v.z, values[4 * i + 3] = v.w;
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < PER_LANE; i++)
+      values[i] = lane * PER_LANE + i < EXPERTS ? load_l2(row + lane * PER_LANE + i) : 0.0f;
+  }
+}
+
+// sqrt(log(1 + e^x)); the logarithm of 1 + t by its series in t / (2 + t) <= 1 / 3, to float32 accuracy for every t.
+DEVICE float sqrt_softplus(float x) {
+  float t = exp_accurate(-fabsf(x)), z = t / (2.0f + t), y = z * z;
+  float series = 1.0f / 15.0f;
+  series = fmaf(series, y, 1.0f / 13.0f);
+  series = fmaf(series, y, 1.0f / 11.0f);
+  series = fmaf(series, y, 1.0f / 9.0f);
+  series = fmaf(series, y, 1.0f / 7.0f);
+  series = fmaf(series, y, 1.0f / 5.0f);
+  series = fmaf(series, y, 1.0f / 3.0f);
+  series = fmaf(series, y, 1.0f);
+  return sqrtf(fmaxf(x, 0.0f) + 2.0f * z * series);
+}
+
+// A warp chooses for one row; lanes 0..TOP_K - 1 write. An inactive row chooses -1 with weight 0.
+DEVICE void route_row(const float* logits, const float (&bias)[PER_LANE], bool active, int* experts, float* weights) {
+  int lane = lane_id();
+  if (!active) {
+    if (lane < TOP_K) experts[lane] = -1, weights[lane] = 0.0f;
+    return;
+  }
+  float score[PER_LANE], biased[PER_LANE];
+  load_lane(score, logits, lane);
+#pragma unroll
+  for (int i = 0; i < PER_LANE; i++) {
+    score[i] = sqrt_softplus(score[i]);
+    // fmaxf also turns a NaN into the lowest score: the indices stay those of experts.
+    biased[i] = lane * PER_LANE + i < EXPERTS ? fmaxf(score[i] + bias[i], -2.0e38f) : -3.0e38f;
+  }
+  int mine = 0;
+  float my_score = 0.0f, sum = 0.0f;
+#pragma unroll
+  for (int k = 0; k < TOP_K; k++) {
+    float best = biased[0], best_score = score[0];
+    int place = 0;
+#pragma unroll
+    for (int i = 1; i < PER_LANE; i++)
+      if (biased[i] > best) best = biased[i], best_score = score[i], place = i;
+    float highest = warp_max(best);
+    int owner = lowest_bit(ballot(best == highest));
+    int chosen = shuffle(place, owner);
+    float chosen_score = shuffle(best_score, owner);
+    sum += chosen_score;
+    if (lane == k) mine = owner * PER_LANE + chosen, my_score = chosen_score;
+#pragma unroll
+    for (int i = 0; i < PER_LANE; i++)
+      if (lane == owner && i == chosen) biased[i] = -3.3e38f;
+  }
+  if (lane < TOP_K) experts[lane] = mine, weights[lane] = my_score / (sum + 1e-20f) * SCALING;
+}
