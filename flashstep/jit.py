@@ -523,6 +523,7 @@ def _gpu_module(source: Source, constants: Mapping[str, Constant], device: torch
     loaded = f"{device} {hashlib.sha256(binary.code).hexdigest()}"
     with _loading, torch.cuda.device(device):
         torch.cuda.current_stream(device).synchronize()  # makes the device's context current
+        context = _check(driver, driver.cuCtxGetCurrent(), "cuCtxGetCurrent")
         if loaded not in _loaded:
             _loaded[loaded] = _check(driver, driver.cuModuleLoadData(binary.code), f"loading {source.path.name}")
         functions = {}
@@ -536,7 +537,7 @@ def _gpu_module(source: Source, constants: Mapping[str, Constant], device: torch
             ):
                 _check(driver, driver.cuFuncSetAttribute(function, attribute, value), f"{source.path.name}: {name}")
             functions[name] = function
-    return GpuModule(source, device, functions, binary.resources, driver)
+    return GpuModule(source, device, functions, binary.resources, driver, context)
 
 
 # ---- launches -------------------------------------------------------------------------------------------------------
@@ -693,8 +694,10 @@ class GpuModule(Module):
         functions: Mapping[str, Any],
         resources: Mapping[str, Resources],
         driver: Any,
+        context: Any,
     ) -> None:
         super().__init__(source, device)
+        self._context = context
         self.resources = dict(resources)
         self._functions = functions
         self._driver = driver
@@ -712,9 +715,16 @@ class GpuModule(Module):
         if stream is None:
             stream = torch.cuda.current_stream(self.device).cuda_stream
         configuration.hStream = stream
-        result = self._driver.cuLaunchKernelEx(configuration, prepared.function, prepared.arguments, 0)
+        driver = self._driver
+        result = driver.cuLaunchKernelEx(configuration, prepared.function, prepared.arguments, 0)
+        errors = driver.CUresult
+        if result[0] in (errors.CUDA_ERROR_INVALID_CONTEXT, errors.CUDA_ERROR_INVALID_HANDLE):
+            # This thread has not used the device yet, or uses another one.
+            _check(driver, driver.cuCtxPushCurrent(self._context), "cuCtxPushCurrent")
+            result = driver.cuLaunchKernelEx(configuration, prepared.function, prepared.arguments, 0)
+            _check(driver, driver.cuCtxPopCurrent(), "cuCtxPopCurrent")
         if result[0]:
-            _check(self._driver, result, f"launch of {prepared.name}")
+            _check(driver, result, f"launch of {prepared.name}")
 
 
 def launch_configuration(driver: Any, shape: Shape, pdl: bool) -> Any:

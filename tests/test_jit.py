@@ -642,7 +642,7 @@ def test_wgmma(run, device):
     run("wgmma", block=128, shared=512, a=units(a.view(torch.uint8)).transpose(0, 1).contiguous(), b=fragments, d=d)
     for k in range(2):
         x, y = (t.double()[:, 32 * k : 32 * k + 32] for t in (a, b))
-        assert ((d[k].double() - x @ y.T).abs() <= 2**-11 * (x.abs() @ y.abs().T)).all()  # fp8 sums keep few bits
+        assert ((d[k].double() - x @ y.T).abs() <= 2**-9 * (x.abs() @ y.abs().T)).all()  # 13 bits per addend
 
 
 # ---- conversions ----------------------------------------------------------------------------------------------------
@@ -1049,6 +1049,10 @@ def test_launches_in_a_graph(tmp_path):
     launch(stream=stream.cuda_stream)
     stream.synchronize()
     assert (out == 2047).all()
+    thread = threading.Thread(target=launch)  # in a thread that has not used the device yet
+    thread.start()
+    thread.join()
+    assert (out == 4095).all()
 
 
 def test_packed_parameters_are_aligned():

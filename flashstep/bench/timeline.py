@@ -25,7 +25,7 @@ def kernel_times(graph: torch.cuda.CUDAGraph) -> list[tuple[str, float, float]]:
     found = [
         (event.name, event.time_range.start, event.time_range.end)
         for event in profiler.events() or []
-        if event.device_type == torch.autograd.DeviceType.CUDA
+        if event.device_type == torch.profiler.DeviceType.CUDA
     ]
     return sorted(found, key=lambda kernel: kernel[1])
 

@@ -2,8 +2,8 @@
 //
 // A kernel is written once, against the functions of this file. Compiled by NVRTC they are PTX for SM90 and later;
 // compiled with -DFLASHSTEP_EMULATE they come from emulate.h, which runs the same text on a CPU, thread by thread.
-// So that both work: shared memory is dynamic and laid over by a struct (`shared_memory()`), blocks are one-dimensional,
-// warp functions are called by all 32 lanes, and nothing but this file names an instruction.
+// So that both work: shared memory is dynamic and laid over by a struct (`shared_memory()`), blocks have one
+// dimension, warp functions are called by all 32 lanes, and nothing but this file names an instruction.
 //
 // Operand layouts of products, used by every stage:
 // - activations ("fragments"): [tile of 8 rows][16-byte piece of K][8 rows][16 B], fp8 (16 columns a piece) or
@@ -76,17 +76,33 @@ DEVICE uint4 load_stream(const void* p) {
 }
 // Written by an earlier kernel, perhaps on another multiprocessor: from L2. T is 2, 4, 8 or 16 bytes wide.
 template <class T> DEVICE T load_l2(const T* p) { return __ldcg(p); }
-DEVICE u32 load_acquire(const u32* p) { u32 v; asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory"); return v; }
-DEVICE void store_release(u32* p, u32 v) { asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory"); }
-DEVICE u32 load_acquire_system(const u32* p) { u32 v; asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory"); return v; }
-DEVICE void store_release_system(u32* p, u32 v) { asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory"); }
+DEVICE u32 load_acquire(const u32* p) {
+  u32 v;
+  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+  return v;
+}
+DEVICE void store_release(u32* p, u32 v) {
+  asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
+}
+DEVICE u32 load_acquire_system(const u32* p) {
+  u32 v;
+  asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+  return v;
+}
+DEVICE void store_release_system(u32* p, u32 v) {
+  asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
+}
 DEVICE uint4 load_volatile(const uint4* p) {
   uint4 v;
-  asm volatile("ld.volatile.global.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p) : "memory");
+  asm volatile("ld.volatile.global.v4.u32 {%0,%1,%2,%3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(p)
+               : "memory");
   return v;
 }
 DEVICE void store_volatile(uint4* p, uint4 v) {
-  asm volatile("st.volatile.global.v4.u32 [%0], {%1,%2,%3,%4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+  asm volatile("st.volatile.global.v4.u32 [%0], {%1,%2,%3,%4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
+               : "memory");
 }
 DEVICE u32 add_atomic(u32* p, u32 v) { return atomicAdd(p, v); }   // global or shared; returns the old value
 DEVICE u32 max_atomic(u32* p, u32 v) { return atomicMax(p, v); }
@@ -104,22 +120,47 @@ DEVICE void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memor
 template <int N> DEVICE void cp_async_wait() { asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory"); }
 
 // Barriers in shared memory. `barrier_expect` arrives once and adds bytes that copies will bring.
-DEVICE void barrier_init(u64* b, int arrivals) { asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(b)), "r"(arrivals) : "memory"); }
-DEVICE void barrier_init_fence() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }  // then sync_block
-DEVICE void barrier_expect(u64* b, u32 bytes) { asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(b)), "r"(bytes) : "memory"); }
-DEVICE void barrier_arrive(u64* b) { asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(b)) : "memory"); }
+DEVICE void barrier_init(u64* b, int arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(b)), "r"(arrivals) : "memory");
+}
+DEVICE void barrier_init_fence() {  // then sync_block
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+DEVICE void barrier_expect(u64* b, u32 bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(b)), "r"(bytes)
+               : "memory");
+}
+DEVICE void barrier_arrive(u64* b) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(b)) : "memory");
+}
 DEVICE void barrier_wait(u64* b, u32 parity) {
-  asm volatile("{\n.reg .pred P;\nW_%=: mbarrier.try_wait.parity.shared::cta.b64 P, [%0], %1;\n@!P bra W_%=;\n}" ::"r"(shared_address(b)), "r"(parity) : "memory");
+  asm volatile("{\n.reg .pred P;\nW_%=: mbarrier.try_wait.parity.shared::cta.b64 P, [%0], %1;\n@!P bra W_%=;\n}"
+               :
+               : "r"(shared_address(b)), "r"(parity)
+               : "memory");
 }
 // Bulk copies: addresses and byte counts are multiples of 16.
 DEVICE void bulk_copy(void* shared, const void* global, u32 bytes, u64* b) {
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared_address(shared)), "l"(global), "r"(bytes), "r"(shared_address(b)) : "memory");
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+               :
+               : "r"(shared_address(shared)), "l"(global), "r"(bytes), "r"(shared_address(b))
+               : "memory");
 }
-DEVICE u64 evict_first_policy() { u64 p; asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(p)); return p; }
+DEVICE u64 evict_first_policy() {
+  u64 p;
+  asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(p));
+  return p;
+}
 DEVICE void bulk_copy(void* shared, const void* global, u32 bytes, u64* b, u64 policy) {
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(shared_address(shared)), "l"(global), "r"(bytes), "r"(shared_address(b)), "l"(policy) : "memory");
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;"
+      :
+      : "r"(shared_address(shared)), "l"(global), "r"(bytes), "r"(shared_address(b)), "l"(policy)
+      : "memory");
 }
-DEVICE void prefetch_l2(const void* global, u32 bytes) { asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(global), "r"(bytes) : "memory"); }
+DEVICE void prefetch_l2(const void* global, u32 bytes) {
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(global), "r"(bytes) : "memory");
+}
 // Shared memory written by ordinary stores, read next by bulk copies or wgmma: by each writer, before the barrier.
 DEVICE void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
@@ -131,8 +172,10 @@ DEVICE void mma_f16(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b
                : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 DEVICE void mma_bf16(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
-  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
@@ -164,13 +207,29 @@ DEVICE u32 e4m3x2_to_f16x2(u32 codes) {  // the low 16 bits: two codes
   return r;
 }
 DEVICE u16 f32_to_bf16(float x) { u16 r; asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(r) : "f"(x)); return r; }
-DEVICE u32 f32x2_to_bf16x2(float low, float high) { u32 r; asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low)); return r; }
+DEVICE u32 f32x2_to_bf16x2(float low, float high) {
+  u32 r;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
+  return r;
+}
 DEVICE u16 f32x2_to_e4m3x2(float low, float high) {  // nearest even, saturating
   u16 r; asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(r) : "f"(high), "f"(low)); return r;
 }
-DEVICE u32 f16x2_to_f32_low(u32 pair) { u32 r; asm("{.reg .b16 l, h; mov.b32 {l, h}, %1; cvt.f32.f16 %0, l;}" : "=r"(r) : "r"(pair)); return r; }
-DEVICE u32 f16x2_to_f32_high(u32 pair) { u32 r; asm("{.reg .b16 l, h; mov.b32 {l, h}, %1; cvt.f32.f16 %0, h;}" : "=r"(r) : "r"(pair)); return r; }
-DEVICE u32 multiply_bf16x2(u32 a, u32 b) { u32 r; asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b)); return r; }
+DEVICE u32 f16x2_to_f32_low(u32 pair) {
+  u32 r;
+  asm("{.reg .b16 l, h; mov.b32 {l, h}, %1; cvt.f32.f16 %0, l;}" : "=r"(r) : "r"(pair));
+  return r;
+}
+DEVICE u32 f16x2_to_f32_high(u32 pair) {
+  u32 r;
+  asm("{.reg .b16 l, h; mov.b32 {l, h}, %1; cvt.f32.f16 %0, h;}" : "=r"(r) : "r"(pair));
+  return r;
+}
+DEVICE u32 multiply_bf16x2(u32 a, u32 b) {
+  u32 r;
+  asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
+  return r;
+}
 DEVICE u32 permute_bytes(u32 a, u32 b, u32 selector) { return __byte_perm(a, b, selector); }
 DEVICE u32 multiply_high(u32 a, u32 b) { return __umulhi(a, b); }
 DEVICE float exp_fast(float x) { return __expf(x); }
@@ -200,7 +259,9 @@ DEVICE float ue8m0_product(u32 a, u32 b) {
 // UE8M0 code of the scale of a group: the power of two not below max(amax, 1e-4) / 448 (section 3).
 DEVICE u32 fp8_scale_code(float amax) { return (as_bits(fmaxf(amax, 1e-4f) * (1.0f / 448.0f)) + 0x7FFFFFu) >> 23; }
 // UE8M0 code of the scale of a group of 32 index values: the power of two not below max(amax, 6 * 2^-126) / 6.
-DEVICE u32 fp4_scale_code(float amax) { return (as_bits(fmaxf(amax, 6.0f * 1.17549435e-38f) * (1.0f / 6.0f)) + 0x7FFFFFu) >> 23; }
+DEVICE u32 fp4_scale_code(float amax) {
+  return (as_bits(fmaxf(amax, 6.0f * 1.17549435e-38f) * (1.0f / 6.0f)) + 0x7FFFFFu) >> 23;
+}
 // 1 / scale is exact for a power of two: x * fp8_inverse(code) is x / scale (codes 1..252).
 DEVICE float ue8m0_inverse(u32 code) { return as_float((254u - code) << 23); }
 // e2m1 code (sign in bit 3) of x: nearest, ties to the even code, saturating at 6.
@@ -219,8 +280,8 @@ DEVICE u32 e2m1_low_to_e4m3(u32 w) { return ((w << 2) & 0x1c1c1c1cu) | ((w << 4)
 DEVICE u32 e2m1_high_to_e4m3(u32 w) { return ((w >> 2) & 0x1c1c1c1cu) | (w & 0x80808080u); }
 // e4m3 pair (low 16 bits) as bf16 pair, exactly.
 DEVICE u32 e4m3x2_to_bf16x2(u32 codes) {
-  u32 spread = permute_bytes(codes, 0, 0x1404);                                  // byte 0 -> bits 15..8, byte 1 -> 31..24
-  u32 bits = (spread & 0x80008000u) | ((spread >> 4) & 0x07F007F0u);             // exponent and mantissa where bf16 has them
+  u32 spread = permute_bytes(codes, 0, 0x1404);  // byte 0 -> bits 15..8, byte 1 -> 31..24
+  u32 bits = (spread & 0x80008000u) | ((spread >> 4) & 0x07F007F0u);  // exponent and mantissa where bf16 has them
   return multiply_bf16x2(bits, 0x7B807B80u);                                     // 2^120: the difference of the biases
 }
 // Byte offset in a fragment array of row `row` and byte `k_byte` of the row's K, whose pieces are `pieces` a row.

@@ -13,7 +13,6 @@
 #pragma once
 
 #include <math.h>
-#include <setjmp.h>
 #include <signal.h>
 #include <stdarg.h>
 #include <stddef.h>
@@ -94,7 +93,9 @@ flashstep_switch_stack:
   ret
 .size flashstep_switch_stack, .-flashstep_switch_stack
 )");
-static void switch_context(Context& from, Context& to) { flashstep_switch_stack(&from.stack_pointer, to.stack_pointer); }
+static void switch_context(Context& from, Context& to) {
+  flashstep_switch_stack(&from.stack_pointer, to.stack_pointer);
+}
 static void make_context(Context& context, u8* stack, size_t bytes, void (*entry)()) {
   u64* top = (u64*)((uintptr_t)(stack + bytes) & ~(uintptr_t)15) - 2;  // the entry sees its stack as after a call
   top[1] = 0;
@@ -118,7 +119,8 @@ template <class T> struct List {  // zero-initialized; keeps its memory
   T* items;
   int count, capacity;
   T& add() {
-    if (count == capacity) items = (T*)realloc((void*)items, sizeof(T) * (size_t)(capacity = capacity ? 2 * capacity : 16));
+    if (count == capacity)
+      items = (T*)realloc((void*)items, sizeof(T) * (size_t)(capacity = capacity ? 2 * capacity : 16));
     return items[count++];
   }
   void drop_front(int n) {
@@ -131,7 +133,9 @@ template <class T> struct List {  // zero-initialized; keeps its memory
 struct Where {
   const char* file;
   int line;
-  static constexpr Where here(const char* file = __builtin_FILE(), int line = __builtin_LINE()) { return Where{file, line}; }
+  static constexpr Where here(const char* file = __builtin_FILE(), int line = __builtin_LINE()) {
+    return Where{file, line};
+  }
 };
 #define WHERE emulate::Where where = emulate::Where::here()
 
@@ -301,7 +305,8 @@ static void describe(const Fiber* f) {
 
 static bool same_place(const Fiber* a, const Fiber* b) {
   if (a->at != At::FINISHED && (a->where.line != b->where.line || a->where.file != b->where.file)) return false;
-  return a->at == b->at && (a->at != At::WARP || !strcmp(a->operation, b->operation)) && (a->at != At::SOME || a->id == b->id) &&
+  return a->at == b->at && (a->at != At::WARP || !strcmp(a->operation, b->operation)) &&
+         (a->at != At::SOME || a->id == b->id) &&
          (a->at != At::BARRIER || (a->barrier == b->barrier && a->parity == b->parity));
 }
 
@@ -317,7 +322,8 @@ static bool same_place(const Fiber* a, const Fiber* b) {
       for (int u = t; u < machine.block; u++) count += same_place(&fibers[t], &fibers[u]);
       say("  block %d: %d thread%s (first: %d) ", fibers[t].block->index, count, count == 1 ? "" : "s", t);
       describe(&fibers[t]);
-      if (fibers[t].where.file && fibers[t].at != At::FINISHED) say(" (%s:%d)", fibers[t].where.file, fibers[t].where.line);
+      if (fibers[t].where.file && fibers[t].at != At::FINISHED)
+        say(" (%s:%d)", fibers[t].where.file, fibers[t].where.line);
       say("\n");
     }
   }
@@ -388,7 +394,8 @@ static void release(Meeting& m) {
 static void meet(int id, int expected, At at) {
   Fiber* f = machine.current;
   Meeting& m = f->block->meetings[id];
-  if (id && m.arrived && m.expected != expected) fail("sync_some(%d, %d), while others wait for %d", id, expected, m.expected);
+  if (id && m.arrived && m.expected != expected)
+    fail("sync_some(%d, %d), while others wait for %d", id, expected, m.expected);
   m.expected = expected;
   if (++m.arrived >= expected) return release(m);
   f->at = at;
@@ -411,7 +418,8 @@ static void check_shared(const char* operation, const void* p, size_t bytes, siz
   if ((const u8*)p < base || (const u8*)p + bytes > base + machine.shared)
     fail("%s: bytes %td..%td are outside the block's %d bytes of shared memory", operation, (const u8*)p - base,
          (const u8*)p - base + (ptrdiff_t)bytes, machine.shared);
-  if ((uintptr_t)p % alignment) fail("%s: shared + %td is not a multiple of %zu", operation, (const u8*)p - base, alignment);
+  if ((uintptr_t)p % alignment)
+    fail("%s: shared + %td is not a multiple of %zu", operation, (const u8*)p - base, alignment);
 }
 
 static void check_global(const char* operation, const void* p, size_t alignment) {
@@ -422,7 +430,8 @@ static Barrier read_barrier(const char* operation, u64* word) {
   check_shared(operation, word, 8, 8);
   Barrier b;
   memcpy(&b, word, 8);
-  if (b.mark != BARRIER_MARK) fail("%s: no barrier_init was done at shared + %td", operation, (u8*)word - machine.current->block->shared);
+  if (b.mark != BARRIER_MARK)
+    fail("%s: no barrier_init was done at shared + %td", operation, (u8*)word - machine.current->block->shared);
   return b;
 }
 
@@ -449,7 +458,9 @@ static void write_barrier(u64* word, Barrier b) {
 
 static void arrive(const char* operation, u64* word, u32 bytes) {
   Barrier b = read_barrier(operation, word);
-  if (b.pending == 0) fail("%s: more arrivals in a phase than the barrier at shared + %td expects", operation, (u8*)word - machine.current->block->shared);
+  if (b.pending == 0)
+    fail("%s: more arrivals in a phase than the barrier at shared + %td expects", operation,
+         (u8*)word - machine.current->block->shared);
   b.bytes += bytes;
   b.pending -= 1;
   write_barrier(word, b);
@@ -500,7 +511,9 @@ static float bf16_value(u32 h) {
 }
 static float e4m3_value(u32 code) {
   u32 exponent = code >> 3 & 15u, mantissa = code & 7u;
-  float f = exponent == 15 && mantissa == 7 ? NAN : exponent ? ldexpf(8.0f + (float)mantissa, (int)exponent - 10) : ldexpf((float)mantissa, -9);
+  float f = exponent == 15 && mantissa == 7 ? NAN
+            : exponent                      ? ldexpf(8.0f + (float)mantissa, (int)exponent - 10)
+                                            : ldexpf((float)mantissa, -9);
   return code & 0x80u ? -f : f;
 }
 static const float* e4m3_values() {
@@ -511,7 +524,9 @@ static const float* e4m3_values() {
 }
 
 // d[16][8] += a[16][k] b[k][8]; every product is exact in double.
-__attribute__((optimize("O3"), no_sanitize("undefined"))) static void multiply(double* __restrict__ d, const float* __restrict__ a, const float* __restrict__ b, int k) {
+__attribute__((optimize("O3"), no_sanitize("undefined"))) static void multiply(double* __restrict__ d,
+                                                                               const float* __restrict__ a,
+                                                                               const float* __restrict__ b, int k) {
   for (int row = 0; row < 16; row++)
     for (int i = 0; i < k; i++) {
       double x = a[row * k + i];
@@ -521,7 +536,9 @@ __attribute__((optimize("O3"), no_sanitize("undefined"))) static void multiply(d
 
 struct Operands { float* d; u32 a[4], b[2]; };
 
-template <class Decode> __attribute__((no_sanitize("undefined"))) static void mma(const char* operation, float* d, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1, Decode decode) {
+template <class Decode> __attribute__((no_sanitize("undefined"))) static void mma(const char* operation, float* d,
+                                                                                  u32 a0, u32 a1, u32 a2, u32 a3,
+                                                                                  u32 b0, u32 b1, Decode decode) {
   Operands mine = {d, {a0, a1, a2, a3}, {b0, b1}};
   Fiber* f = machine.current;
   Operands* pointer = &mine;
@@ -530,20 +547,23 @@ template <class Decode> __attribute__((no_sanitize("undefined"))) static void mm
     double sums[16 * 8];
     float a[16 * 16], b[16 * 8];
     Operands* lanes[32];
-    for (int lane = 0; lane < 32; lane++) memcpy(&lanes[lane], f->warp->slots[f->warp->generation & 1][lane], sizeof(void*));
+    for (int lane = 0; lane < 32; lane++)
+      memcpy(&lanes[lane], f->warp->slots[f->warp->generation & 1][lane], sizeof(void*));
     for (int lane = 0; lane < 32; lane++) {
       const Operands* o = lanes[lane];
       int r = lane >> 2, q = lane & 3;
       for (int half = 0; half < 2; half++) {
         for (int part = 0; part < 4; part++)
           a[(r + 8 * (part & 1)) * 16 + 8 * (part >> 1) + 2 * q + half] = decode(o->a[part] >> 16 * half & 0xFFFFu);
-        for (int part = 0; part < 2; part++) b[(8 * part + 2 * q + half) * 8 + r] = decode(o->b[part] >> 16 * half & 0xFFFFu);
+        for (int part = 0; part < 2; part++)
+          b[(8 * part + 2 * q + half) * 8 + r] = decode(o->b[part] >> 16 * half & 0xFFFFu);
       }
       for (int i = 0; i < 4; i++) sums[(r + 8 * (i >> 1)) * 8 + 2 * q + (i & 1)] = o->d[i];
     }
     multiply(sums, a, b, 16);
     for (int lane = 0; lane < 32; lane++)
-      for (int i = 0; i < 4; i++) lanes[lane]->d[i] = (float)sums[((lane >> 2) + 8 * (i >> 1)) * 8 + 2 * (lane & 3) + (i & 1)];
+      for (int i = 0; i < 4; i++)
+        lanes[lane]->d[i] = (float)sums[((lane >> 2) + 8 * (i >> 1)) * 8 + 2 * (lane & 3) + (i & 1)];
   });
 }
 
@@ -551,9 +571,12 @@ template <class Decode> __attribute__((no_sanitize("undefined"))) static void mm
 __attribute__((no_sanitize("undefined"))) static void finish_products(Warp* w, int keep) {
   const float* e4m3 = e4m3_values();
   int count = 0;
-  while (count < w->lanes[0]->products.count && w->lanes[0]->products.items[count].group < w->lanes[0]->product_group - keep) count++;
+  while (count < w->lanes[0]->products.count &&
+         w->lanes[0]->products.items[count].group < w->lanes[0]->product_group - keep)
+    count++;
   for (int lane = 0; lane < 32; lane++)
-    if (w->lanes[lane]->products.count != w->lanes[0]->products.count || w->lanes[lane]->product_group != w->lanes[0]->product_group)
+    if (w->lanes[lane]->products.count != w->lanes[0]->products.count ||
+        w->lanes[lane]->product_group != w->lanes[0]->product_group)
       fail("wgmma_wait: lanes of the warp issued different products");
   for (int n = 0; n < count; n++) {
     double sums[16 * 8] = {};
@@ -566,12 +589,14 @@ __attribute__((no_sanitize("undefined"))) static void finish_products(Warp* w, i
       if (p.b != fragment) fail("wgmma_e4m3: lanes of the warp name different descriptors");
       for (int part = 0; part < 4; part++)
         for (int i = 0; i < 4; i++)
-          a[((lane >> 2) + 8 * (part & 1)) * 32 + 16 * (part >> 1) + 4 * (lane & 3) + i] = e4m3[p.a[part] >> 8 * i & 255u];
+          a[((lane >> 2) + 8 * (part & 1)) * 32 + 16 * (part >> 1) + 4 * (lane & 3) + i] =
+              e4m3[p.a[part] >> 8 * i & 255u];
     }
     multiply(sums, a, b, 32);
     for (int lane = 0; lane < 32; lane++)
       for (int i = 0; i < 4; i++)
-        w->lanes[lane]->products.items[n].d[i] = (float)sums[((lane >> 2) + 8 * (i >> 1)) * 8 + 2 * (lane & 3) + (i & 1)];
+        w->lanes[lane]->products.items[n].d[i] =
+            (float)sums[((lane >> 2) + 8 * (i >> 1)) * 8 + 2 * (lane & 3) + (i & 1)];
   }
   for (int lane = 0; lane < 32; lane++) w->lanes[lane]->products.drop_front(count);
 }
@@ -625,10 +650,14 @@ static void finish() {
   block->alive--;
   machine.cluster_alive--;
   if (block->alive == 0) {
-    if (block->copies.count) fail("the block ended with bulk copies in flight, the first to shared + %td", (u8*)block->copies.items[0].shared - block->shared);
-    if (!block->waited) fail("no thread of the block called wait_for_dependencies: later kernels could overtake this one");
+    if (block->copies.count)
+      fail("the block ended with bulk copies in flight, the first to shared + %td",
+           (u8*)block->copies.items[0].shared - block->shared);
+    if (!block->waited)
+      fail("no thread of the block called wait_for_dependencies: later kernels could overtake this one");
     for (size_t i = (size_t)machine.shared; i < shared_extent(); i++)
-      if (block->shared[i] != 0xFF) fail("something was written at shared + %zu, behind the block's %d bytes", i, machine.shared);
+      if (block->shared[i] != 0xFF)
+        fail("something was written at shared + %zu, behind the block's %d bytes", i, machine.shared);
     memset(block->shared, 0xFF, (size_t)machine.shared);
   } else if (block->meetings[0].arrived == block->alive) {
     release(block->meetings[0]);  // sync_block does not wait for threads that have ended
@@ -670,7 +699,8 @@ static void reserve() {
   int fibers = m.block * m.cluster;
   if (fibers > m.fiber_capacity) {
     if (m.fiber_capacity) {
-      for (int i = 0; i < m.fiber_capacity; i++) free((void*)m.fibers[i].copies.items), free((void*)m.fibers[i].products.items);
+      for (int i = 0; i < m.fiber_capacity; i++)
+        free((void*)m.fibers[i].copies.items), free((void*)m.fibers[i].products.items);
       munmap(m.stacks, STACK * (size_t)m.fiber_capacity);
     }
     free((void*)m.fibers);
@@ -740,7 +770,8 @@ static void run_cluster(int first_block) {
 }
 
 // Runs a grid; null, or what went wrong (valid until the next launch).
-static const char* launch(const char* kernel, int bound, void (*body)(const void*), const void* params, int grid, int block, int shared, int cluster) {
+static const char* launch(const char* kernel, int bound, void (*body)(const void*), const void* params, int grid,
+                          int block, int shared, int cluster) {
   Machine& m = machine;
   m.kernel = kernel;
   m.body = body;
@@ -788,27 +819,41 @@ static bool coin() {
 
 }  // namespace emulate
 
-#define KERNEL(name, Params, threads, blocks_per_sm)                                                                         \
-  static void name(const Params& p);                                                                                         \
-  extern "C" __attribute__((visibility("default"))) const char* flashstep_launch_##name(                                     \
-      const void* params, int grid, int block, int shared, int cluster) {                                                    \
-    return emulate::launch(#name, threads, [](const void* p) { name(*(const Params*)p); }, params, grid, block, shared, cluster); \
-  }                                                                                                                          \
+#define KERNEL(name, Params, threads, blocks_per_sm)                                                                 \
+  static void name(const Params& p);                                                                                 \
+  static void flashstep_body_##name(const void* p) { name(*(const Params*)p); }                                      \
+  extern "C" __attribute__((visibility("default"))) const char* flashstep_launch_##name(                             \
+      const void* p, int grid, int block, int shared, int cluster) {                                                 \
+    return emulate::launch(#name, threads, flashstep_body_##name, p, grid, block, shared, cluster);                  \
+  }                                                                                                                  \
   static void name(const Params& p)
 
 // ---- threads ----------------------------------------------------------------------------------------------------
 
 DEVICE u8* shared_memory() { return emulate::machine.current->block->shared; }
-DEVICE void sync_block(WHERE) { emulate::note(where); emulate::meet(0, emulate::machine.current->block->alive, emulate::At::BLOCK); }
+DEVICE void sync_block(WHERE) {
+  emulate::note(where);
+  emulate::meet(0, emulate::machine.current->block->alive, emulate::At::BLOCK);
+}
 DEVICE void sync_warp(WHERE) { emulate::note(where); emulate::rendezvous("sync_warp", [] {}); }
 DEVICE void sync_some(int id, int threads, WHERE) {
   emulate::note(where);
-  if (id < 1 || id > 15 || threads <= 0 || threads % 32) emulate::fail("sync_some(%d, %d): id 1..15, whole warps", id, threads);
+  if (id < 1 || id > 15 || threads <= 0 || threads % 32)
+    emulate::fail("sync_some(%d, %d): id 1..15, whole warps", id, threads);
   emulate::meet(id, threads, emulate::At::SOME);
 }
-template <class T> DEVICE T shuffle(T value, int lane, WHERE) { emulate::note(where); return emulate::exchange("shuffle", value, [=](int) { return lane; }); }
-template <class T> DEVICE T shuffle_xor(T value, int mask, WHERE) { emulate::note(where); return emulate::exchange("shuffle_xor", value, [=](int me) { return me ^ mask; }); }
-template <class T> DEVICE T shuffle_up(T value, int delta, WHERE) { emulate::note(where); return emulate::exchange("shuffle_up", value, [=](int me) { return me < delta ? me : me - delta; }); }
+template <class T> DEVICE T shuffle(T value, int lane, WHERE) {
+  emulate::note(where);
+  return emulate::exchange("shuffle", value, [=](int) { return lane; });
+}
+template <class T> DEVICE T shuffle_xor(T value, int mask, WHERE) {
+  emulate::note(where);
+  return emulate::exchange("shuffle_xor", value, [=](int me) { return me ^ mask; });
+}
+template <class T> DEVICE T shuffle_up(T value, int delta, WHERE) {
+  emulate::note(where);
+  return emulate::exchange("shuffle_up", value, [=](int me) { return me < delta ? me : me - delta; });
+}
 DEVICE u32 ballot(bool predicate, WHERE) {
   emulate::note(where);
   emulate::Fiber* f = emulate::machine.current;
@@ -849,7 +894,8 @@ DEVICE void cluster_wait(WHERE) {
 DEVICE void cluster_sync(WHERE) { cluster_arrive(where); cluster_wait(where); }
 template <class T> DEVICE T* cluster_map(T* p, int rank, WHERE) {
   emulate::note(where);
-  if (rank < 0 || rank >= emulate::machine.cluster) emulate::fail("cluster_map: rank %d of %d", rank, emulate::machine.cluster);
+  if (rank < 0 || rank >= emulate::machine.cluster)
+    emulate::fail("cluster_map: rank %d of %d", rank, emulate::machine.cluster);
   emulate::check_shared("cluster_map", p, sizeof(T), 1);
   return (T*)(emulate::machine.blocks[rank].shared + ((const u8*)p - shared_memory()));
 }
@@ -916,7 +962,10 @@ DEVICE void barrier_init(u64* b, int arrivals, WHERE) {
   memcpy(b, &barrier, 8);
 }
 DEVICE void barrier_init_fence() {}
-DEVICE void barrier_expect(u64* b, u32 bytes, WHERE) { emulate::note(where); emulate::arrive("barrier_expect", b, bytes); }
+DEVICE void barrier_expect(u64* b, u32 bytes, WHERE) {
+  emulate::note(where);
+  emulate::arrive("barrier_expect", b, bytes);
+}
 DEVICE void barrier_arrive(u64* b, WHERE) { emulate::note(where); emulate::arrive("barrier_arrive", b, 0); }
 DEVICE void barrier_wait(u64* b, u32 parity, WHERE) {
   emulate::note(where);
@@ -943,7 +992,9 @@ DEVICE void bulk_copy(void* shared, const void* global, u32 bytes, u64* b, WHERE
   else emulate::machine.current->block->copies.add() = copy;
 }
 DEVICE u64 evict_first_policy() { return 0; }
-DEVICE void bulk_copy(void* shared, const void* global, u32 bytes, u64* b, u64, WHERE) { bulk_copy(shared, global, bytes, b, where); }
+DEVICE void bulk_copy(void* shared, const void* global, u32 bytes, u64* b, u64, WHERE) {
+  bulk_copy(shared, global, bytes, b, where);
+}
 DEVICE void prefetch_l2(const void* global, u32 bytes, WHERE) {
   emulate::note(where);
   emulate::check_global("prefetch_l2", global, 16);
@@ -975,7 +1026,7 @@ DEVICE void wgmma_e4m3(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u64 b, WHE
   emulate::note(where);
   emulate::Fiber* f = emulate::machine.current;
   if (!f->products_open) emulate::fail("wgmma_e4m3 outside wgmma_begin ... wgmma_commit");
-  if (f->block->index >= 0 && emulate::machine.block % 128) emulate::fail("wgmma_e4m3 needs whole warpgroups of 128 threads");
+  if (emulate::machine.block % 128) emulate::fail("wgmma_e4m3 needs whole warpgroups of 128 threads");
   f->products.add() = emulate::Product{d, {a0, a1, a2, a3}, shared_memory() + b, f->product_group};
   for (int i = 0; i < 4; i++) d[i] = NAN;
 }
@@ -1033,7 +1084,8 @@ DEVICE u32 f16x2_to_f32_high(u32 pair) { return as_bits(emulate::f16_value(pair 
 DEVICE u32 multiply_bf16x2(u32 a, u32 b) {
   u32 pair = 0;
   for (int i = 0; i < 2; i++) {
-    double exact = (double)emulate::bf16_value(a >> 16 * i & 0xFFFFu) * (double)emulate::bf16_value(b >> 16 * i & 0xFFFFu);
+    double exact =
+        (double)emulate::bf16_value(a >> 16 * i & 0xFFFFu) * (double)emulate::bf16_value(b >> 16 * i & 0xFFFFu);
     float f = (float)exact;
     // Rounded to odd, so that rounding again to bf16 is as if done once (matters below float32's normal range).
     if (f == f && (double)f != exact && !(as_bits(f) & 1u) && !isinf(f))

@@ -3,7 +3,7 @@
 // K runs in groups of 32 columns, the groups of the fp8 scales. A lane with r = lane / 4, q = lane % 4 holds the parts
 // of mma.m16n8k16 that belong to output rows r, r + 8 and to activation row r. Both operands may order the columns of
 // a group as they like as long as they agree: an fp8 unit gives a lane the columns 4 q .. 4 q + 3 of a half group, so
-// the first product takes pairs {4q, 4q + 1} and {4q + 2, 4q + 3} where the instruction says {2q, 2q + 1}, {2q + 8, ..}.
+// the first product takes {4q, 4q + 1} and {4q + 2, 4q + 3} where the instruction says {2q, 2q + 1} and {2q + 8, ..}.
 //
 // Compiled with COLUMNS.
 #pragma once
@@ -60,7 +60,7 @@ template <int KIND, int PIECE, bool FROM_L2> DEVICE void load_activations(Activa
     }
   }
 }
-// `scales` is at the lane's offset in the codes [8] of a group: of the two rows of its accumulators, not of its operand.
+// `scales` is at the lane's offset in the codes [8] of a group: the two rows of its accumulators, not of its operand.
 DEVICE int scales_offset() { return 2 * (lane_id() & 3); }
 template <int KIND, bool FROM_L2> DEVICE void load_scales(Activations& x, const u8* scales) {
   if constexpr (KIND == FP8) {
@@ -144,8 +144,8 @@ template <int KIND> DEVICE void multiply(float (&acc)[4], const Rows& w, float s
   }
 }
 
-// A lane's accumulators into `sums` [8 rows][stride], outputs 0..15 of a tile beside each other. A stride of 4 modulo 16
-// keeps the 32 lanes on different banks.
+// A lane's accumulators into `sums` [8 rows][stride], outputs 0..15 of a tile beside each other. A stride of 4 modulo
+// 16 keeps the 32 lanes on different banks.
 DEVICE void store_accumulators(float* sums, int stride, const float (&acc)[4]) {
   float* at = sums + 2 * (lane_id() & 3) * stride + (lane_id() >> 2);
   at[0] = acc[0];

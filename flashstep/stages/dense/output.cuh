@@ -27,7 +27,7 @@ DEVICE void store_f32(float* at, float4 v, int left, bool aligned) {
     if (i < left) at[i] = values[i];
 }
 
-// Store outputs `output` .. + 3 of `row`. Called by whole warps; `wanted` is false for lanes that have nothing to store.
+// Store outputs `output` .. + 3 of `row`. Called by whole warps; `wanted` is false for lanes with nothing to store.
 // TO_FRAGMENTS: 8 lanes from a multiple of 8 hold a row's 32 outputs from a multiple of 32, in order.
 template <class P> DEVICE void emit(const P& p, const Place& place, bool wanted, int row, int output, float4 v) {
   int left = place.outputs - output, column = place.column + output;

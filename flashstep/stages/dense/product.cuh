@@ -1,15 +1,15 @@
 // Skinny products of a chain: a block's weights are in shared memory before it may look at its activations.
 //
-// A block takes TILES_* tiles of 16 outputs and 1 / CLUSTER of K; its warps divide that K among them, each for all tiles,
-// so that every activation is read from L2 by one warp of the block. The partial sums of the warps meet in shared memory,
-// those of a cluster's blocks in the block that finishes the outputs. Rows go through in passes of ROW_TILES tiles of 8;
-// the weights stay. Summation order depends on the shape of the launch, not on the rows: a row's bits are its own.
+// A block takes TILES_* tiles of 16 outputs and 1 / CLUSTER of K; its warps divide that K among them, each for all
+// tiles, so that every activation is read from L2 by one warp of the block. The partial sums of the warps meet in shared
+// memory, those of a cluster's blocks in the block that finishes the outputs. Rows go through in passes of ROW_TILES
+// tiles of 8; the weights stay. Summation order depends on the shape of the launch, not on the rows: a row's bits are its own.
 //
 // Segments share K and rows and may differ in weight, activations, kind and output. Blocks behind those of the segments
 // do other independent work (`extra_block`, of the file that includes this).
 //
-// Compiled with COLUMNS, SEGMENTS; KIND_s, OUTPUTS_s, FORM_s, STRIDE_s, COLUMN_s of segments 0..4; WARPS, BLOCKS_PER_SM,
-// CLUSTER, TILES_FP8, TILES_BF16, ROW_TILES, PEERS, PROLOGUE, X_STRIDE, EPS, REHEARSE, SHARED.
+// Compiled with COLUMNS, SEGMENTS; KIND_s, OUTPUTS_s, FORM_s, STRIDE_s, COLUMN_s of segments 0..4; WARPS,
+// BLOCKS_PER_SM, CLUSTER, TILES_FP8, TILES_BF16, ROW_TILES, PEERS, PROLOGUE, X_STRIDE, EPS, REHEARSE, SHARED.
 #pragma once
 #include "common.cuh"
 #include "dense/norm.cuh"
@@ -26,7 +26,7 @@ constexpr int PER_WARP = (SLICE + WARPS - 1) / WARPS;
 constexpr bool EVEN = GROUPS == SLICE * CLUSTER && SLICE == PER_WARP * WARPS;
 constexpr int COPY_BYTES = 16384;
 
-static_assert(PROLOGUE == NO_PROLOGUE || (CLUSTER == 1 && ROW_TILES == 1 && WARPS % 8 == 0), "a prologue is for few rows");
+static_assert(PROLOGUE == NO_PROLOGUE || (CLUSTER == 1 && ROW_TILES == 1 && WARPS % 8 == 0), "a warp or more a row");
 
 #define OF_SEGMENT(name) (s == 0 ? name##_0 : s == 1 ? name##_1 : s == 2 ? name##_2 : s == 3 ? name##_3 : name##_4)
 DEVICE constexpr int kind_of(int s) { return OF_SEGMENT(KIND); }
@@ -81,7 +81,8 @@ static_assert(SHARED >= BARRIERS_AT + 16, "cuda.py counts shared memory as this 
 // ---- parts of a block's work ----------------------------------------------------------------------------------------
 
 DEVICE void copy_in_pieces(u8* to, const u8* from, int bytes, u64* barrier, u64 policy) {
-  for (int at = 0; at < bytes; at += COPY_BYTES) bulk_copy(to + at, from + at, min(COPY_BYTES, bytes - at), barrier, policy);
+  for (int at = 0; at < bytes; at += COPY_BYTES)
+    bulk_copy(to + at, from + at, min(COPY_BYTES, bytes - at), barrier, policy);
 }
 
 // One thread: the weights of `tiles` tiles from `weight`, groups first .. first + SLICE - 1.
@@ -94,8 +95,8 @@ template <int KIND> DEVICE void start_copies(u8* shared, const u8* weight, int t
     const u8* tile = weight + (i64)t * packed_groups(KIND) * group_bytes(KIND);
     u8* to = shared + t * SLICE * group_bytes(KIND);
     copy_in_pieces(to, tile + first * unit_bytes(KIND), groups * unit_bytes(KIND), barrier, policy);
-    if (KIND != BF16)  // the scales behind the units
-      bulk_copy(to + SLICE * unit_bytes(KIND), tile + PACKED_GROUPS * unit_bytes(KIND) + first * 4, groups * 4, barrier, policy);
+    const u8* scales = tile + packed_groups(KIND) * unit_bytes(KIND) + first * 4;
+    if (KIND != BF16) bulk_copy(to + SLICE * unit_bytes(KIND), scales, groups * 4, barrier, policy);
   }
 }
 
@@ -104,7 +105,8 @@ template <int KIND, int TILES, class P>
 DEVICE void product_block(const P& p, int s, int first_tile, u8* shared) {
   constexpr int STRIDE = sums_stride(TILES), ITEMS = items(TILES), SHARE = items_per_block(TILES);
   constexpr int SETS = KIND == BF16 && TILES * ROW_TILES < 4 ? 4 / (TILES * ROW_TILES) : 1;  // chains of mma in flight
-  constexpr int AHEAD = ROW_TILES == 1 ? PER_WARP : ROW_TILES == 2 ? 4 : ROW_TILES == 3 ? 2 : 1;  // groups x is read ahead
+  // Groups whose activations are asked for at once: all where one tile of rows leaves the registers for it.
+  constexpr int AHEAD = ROW_TILES == 1 ? PER_WARP : ROW_TILES == 2 ? 4 : ROW_TILES == 3 && BLOCKS_PER_SM == 1 ? 2 : 1;
   constexpr int CHUNKS = (PER_WARP + AHEAD - 1) / AHEAD;
   constexpr int TILE = SLICE * group_bytes(KIND);
   u64* ready = (u64*)(shared + BARRIERS_AT);
@@ -116,7 +118,8 @@ DEVICE void product_block(const P& p, int s, int first_tile, u8* shared) {
     barrier_init(ready, 1);
     barrier_init(ready + 1, 1);
     barrier_init_fence();
-    start_copies<KIND>(shared, p.weight[s] + (i64)first_tile * packed_groups(KIND) * group_bytes(KIND), tiles, first_group, ready);
+    const u8* weight = p.weight[s] + (i64)first_tile * packed_groups(KIND) * group_bytes(KIND);
+    start_copies<KIND>(shared, weight, tiles, first_group, ready);
     if (PROLOGUE == NORM_QUANTIZE) {
       barrier_expect(ready + 1, COLUMNS * 4);
       bulk_copy(shared + NORM_AT, p.norm, COLUMNS * 4, ready + 1);
@@ -128,13 +131,15 @@ DEVICE void product_block(const P& p, int s, int first_tile, u8* shared) {
   int warp = warp_id(), lane = lane_id(), warp_group = warp * PER_WARP;  // in the slice
   constexpr int X_GROUP = PROLOGUE ? 2 * X_PIECE : fragment_bytes(KIND);  // bytes between groups
   // The lane's part of the warp's first group, of the rows of a pass.
-  const u8* x = (PROLOGUE ? shared + X_AT : (const u8*)p.x[s]) + lane_offset<KIND>() + (first_group + warp_group) * X_GROUP;
-  const u8* x_scales = (PROLOGUE ? shared + X_SCALES_AT : p.x_scales[s]) + (first_group + warp_group) * 8 + scales_offset();
+  const u8* x = PROLOGUE ? shared + X_AT : (const u8*)p.x[s];
+  const u8* x_scales = PROLOGUE ? shared + X_SCALES_AT : p.x_scales[s];
+  x += (first_group + warp_group) * X_GROUP + lane_offset<KIND>();
+  x_scales += (first_group + warp_group) * 8 + scales_offset();
   const u8* weights = shared + warp_group * unit_bytes(KIND);
   const float* scales = (const float*)(shared + SLICE * unit_bytes(KIND)) + warp_group;
   Place place = {form_of(s), p.out[s], p.out_scales[s], outputs_of(s), stride_of(s), column_of(s)};
 
-  // A rehearsal is a pass without rows before the wait: it brings the instructions that follow the wait into the caches.
+  // A rehearsal is a pass without rows before the wait: it brings the instructions behind the wait into the caches.
   int first_pass = REHEARSE ? -1 : 0;
   for (int pass = first_pass; pass < 1 || pass * ROW_TILES * 8 < p.rows; ++pass) {
     int first_row = pass * ROW_TILES * 8, rows = pass < 0 ? 0 : p.rows - first_row;

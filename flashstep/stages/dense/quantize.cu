@@ -14,8 +14,10 @@ KERNEL(quantize, Quantize, 256, 1) {
   const bf16* x = p.x + (i64)row * X_STRIDE;
   wait_for_dependencies();
   if (row >= p.rows) return;
-  if constexpr (NORM)
+  if constexpr (NORM) {
     quantize_row<true, PER_LANE, 128, PARTS>(x, COLUMNS / 8, p.norm, EPS, part, codes, scales);
-  else  // 256 columns a warp
-    quantize_row<false, 1, 128, 1>(x + part * 256, min(32, COLUMNS / 8 - part * 32), nullptr, 0.0f, 0, codes + part * 16 * 128, scales + part * 64);
+  } else {  // 256 columns a warp
+    int pieces = min(32, COLUMNS / 8 - part * 32);
+    quantize_row<false, 1, 128, 1>(x + part * 256, pieces, nullptr, 0.0f, 0, codes + part * 16 * 128, scales + part * 64);
+  }
 }

@@ -1,8 +1,8 @@
 // Skinny products whose weights are many times what the shared memories hold: persistent blocks, one warp that keeps a
 // ring of stages full, eight that multiply.
 //
-// A block owns a run of tiles and takes them in rounds of at most TILES. A round streams K in stages of STAGE_GROUPS groups:
-// the weights of the round's tiles and the activations of all rows, which are small and come from L2. 8 / TILES warps
+// A block owns a run of tiles and takes them in rounds of at most TILES. A round streams K in stages of STAGE_GROUPS
+// groups: the weights of the round's tiles and the activations of all rows, which are small and come from L2. 8 / TILES warps
 // share a tile, each with its part of every stage. Weights are asked for before the activations may be looked at.
 //
 // Compiled with COLUMNS, KIND, OUTPUTS, FORM, STRIDE, COLUMN, PEERS, ROW_TILES, TILES, STAGE_GROUPS, STAGES, SHARED.
@@ -38,7 +38,7 @@ DEVICE Run run_of(int block, int blocks) {
 // Rounds are of nearly equal size: first tile of a round, counted in the run.
 DEVICE int round_start(const Run& r, int round) { return r.rounds ? r.count * round / r.rounds : 0; }
 
-// The copies of a stage: lane t < TILES brings the weights of tile t, lane TILES + j the activations of rows 8 j .. 8 j + 7.
+// The copies of a stage: lane t < TILES brings the weights of tile t, lane TILES + j the activations of rows 8 j .. + 7.
 DEVICE void copy_weights(const u8* weight, const Run& r, int step, u8* stage, u64* full, u64 policy) {
   int round = step / ROUND_STAGES, first = step % ROUND_STAGES * STAGE_GROUPS, lane = lane_id();
   int tile = round_start(r, round) + lane;
@@ -47,16 +47,16 @@ DEVICE void copy_weights(const u8* weight, const Run& r, int step, u8* stage, u6
   const u8* from = weight + (i64)(r.first + tile) * packed_groups(KIND) * group_bytes(KIND);
   u8* to = stage + lane * TILE_BYTES;
   bulk_copy(to, from + first * unit_bytes(KIND), groups * unit_bytes(KIND), full, policy);
-  if (KIND != BF16)
-    bulk_copy(to + STAGE_GROUPS * unit_bytes(KIND), from + PACKED_GROUPS * unit_bytes(KIND) + first * 4, groups * 4, full, policy);
+  const u8* scales = from + packed_groups(KIND) * unit_bytes(KIND) + first * 4;
+  if (KIND != BF16) bulk_copy(to + STAGE_GROUPS * unit_bytes(KIND), scales, groups * 4, full, policy);
 }
 DEVICE void copy_activations(const u8* x, const u8* scales, int row_tiles, int step, u8* stage, u64* full) {
   int first = step % ROUND_STAGES * STAGE_GROUPS, groups = min(STAGE_GROUPS, GROUPS - first), j = lane_id() - TILES;
   if (j < 0 || j >= row_tiles) return;
   u8* to = stage + TILES * TILE_BYTES;
-  bulk_copy(to + j * X_BYTES, x + ((i64)j * GROUPS + first) * fragment_bytes(KIND), groups * fragment_bytes(KIND), full);
-  if (KIND == FP8)
-    bulk_copy(to + ROW_TILES * X_BYTES + j * X_SCALE_BYTES, scales + ((i64)j * GROUPS + first) * 8, groups * 8, full);
+  i64 group = (i64)j * GROUPS + first;
+  bulk_copy(to + j * X_BYTES, x + group * fragment_bytes(KIND), groups * fragment_bytes(KIND), full);
+  if (KIND == FP8) bulk_copy(to + ROW_TILES * X_BYTES + j * X_SCALE_BYTES, scales + group * 8, groups * 8, full);
 }
 DEVICE u32 stage_bytes(const Run& r, int row_tiles, int step) {
   int round = step / ROUND_STAGES, first = step % ROUND_STAGES * STAGE_GROUPS;
@@ -170,7 +170,8 @@ KERNEL(stream, Stream, (CONSUMERS + 1) * 32, 1) {
           float4 u = *(const float4*)(sums + ((other * TILES + tile) * 8 + row) * SUMS_STRIDE + quad * 4);
           v.x += u.x, v.y += u.y, v.z += u.z, v.w += u.w;
         }
-        emit(p, place, tile < tiles && j * 8 + row < p.rows, j * 8 + row, (run.first + first_tile + tile) * 16 + quad * 4, v);
+        int output = (run.first + first_tile + tile) * 16 + quad * 4;
+        emit(p, place, tile < tiles && j * 8 + row < p.rows, j * 8 + row, output, v);
       }
       if (PARTS > 1) sync_some(1, CONSUMERS * 32);
       else sync_warp();

@@ -67,7 +67,8 @@ struct Producer {
     constexpr int N = FP4 ? STEPS : SHARED_STEPS;
     constexpr u32 BYTES = PIECES * P::BYTES;
     constexpr u32 COLUMNS = PIECES * (FP4 ? H_COLUMNS : SHARED_PIECE);
-    const u8* from = FP4 ? p.routed + (i64)experts[at.pair - at.shared_pairs] * (TILES * WARPGROUPS * STEPS * BYTES) : p.shared_expert;
+    const u8* from = p.shared_expert;
+    if (FP4) from = p.routed + (i64)experts[at.pair - at.shared_pairs] * (TILES * WARPGROUPS * STEPS * BYTES);
     barrier_expect(&s.full[stage], WARPGROUPS * BYTES + 9 * COLUMNS);
 #pragma unroll
     for (int wg = 0; wg < WARPGROUPS; wg++) {
@@ -102,7 +103,8 @@ template <bool FP4> DEVICE void multiply(float (&acc)[4], const Stage& stage, in
 }
 
 // A tile's sums of this block are in `sums` [rows][SUMS]: complete them, if other blocks have parts, and send them.
-DEVICE void finish(const Down& p, Shared& s, const Split& split, float* sums, int per_tile, int tile, bool whole, int rows) {
+DEVICE void finish(const Down& p, Shared& s, const Split& split, float* sums, int per_tile, int tile, bool whole,
+                   int rows) {
   int warpgroup = threadIdx.x >> 7, thread = threadIdx.x & 127, barrier = 1 + warpgroup;
   sync_some(barrier, 128);
   Sharing sharing{0, 0, nullptr};

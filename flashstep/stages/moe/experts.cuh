@@ -54,8 +54,8 @@ DEVICE u32 e2m1_to_f16_low_odd(u32 w) { return ((w << 4) & 0x80008000u) | ((w <<
 DEVICE u32 e2m1_to_f16_high_even(u32 w) { return ((w << 8) & 0x80008000u) | ((w << 5) & 0x0E000E00u); }
 DEVICE u32 e2m1_to_f16_high_odd(u32 w) { return (w & 0x80008000u) | ((w >> 3) & 0x0E000E00u); }
 
-// Register i % 4 of group i / 4 in a lane's units.
-template <bool FP4, int COUNT> DEVICE void load_units(uint4 (&units)[COUNT], const u8* codes, int warp, int lane) {
+// A lane's part of COUNT units of its warp's rows.
+template <int COUNT> DEVICE void load_units(uint4 (&units)[COUNT], const u8* codes, int warp, int lane) {
 #pragma unroll
   for (int i = 0; i < COUNT; i++) units[i] = *(const uint4*)(codes + (i * 4 + warp) * 512 + lane * 16);
 }
@@ -67,7 +67,7 @@ DEVICE void product_batch(float (&acc)[4], const u8* piece, const u8* b, const f
   typedef Piece<FP4, COLUMNS> P;
   constexpr int UNITS = FP4 ? (COUNT + 1) / 2 : COUNT, WORDS = (COUNT + P::WORD - 1) / P::WORD;
   uint4 units[UNITS];
-  load_units<FP4>(units, piece + FIRST * (FP4 ? 1024 : 2048), warp, lane);
+  load_units(units, piece + FIRST * (FP4 ? 1024 : 2048), warp, lane);
   float d[COUNT][4];
   u32 scales[WORDS][2];
   auto load_row_scales = [&]() {

@@ -61,7 +61,7 @@ DEVICE int shared_pairs(const GateUp& p) { return WIDE ? (p.rows + 7) / 8 : 1; }
 
 // ---- routing of up to 8 rows ------------------------------------------------------------------------------------
 
-// Distinct experts of s.chosen, ascending, and each row's weight for them. By the first two warps; the others only meet.
+// Distinct experts of s.chosen, ascending, and each row's weight for them. The first two warps do it, the others meet.
 DEVICE void collect(Shared& s, int tid) {
   for (int i = tid; i < 64 * 8; i += blockDim.x) (&s.weights[0][0])[i] = 0.0f;
   int expert = tid < 64 ? s.chosen[tid] : -1;
@@ -125,7 +125,8 @@ struct Producer {
 
   // The operand tile of the unit's pair, if it is another than the last one's.
   template <bool FP4> METHOD void operands(int unit, int shared_pairs) {
-    int routed_pair = unit / ((FP4 ? STEPS : SHARED_STEPS) * TILES), next = FP4 ? shared_pairs + routed_pair : routed_pair;
+    int routed_pair = unit / ((FP4 ? STEPS : SHARED_STEPS) * TILES);
+    int next = FP4 ? shared_pairs + routed_pair : routed_pair;
     if (next == pair) return;
     pair = next;
     if constexpr (WIDE) {
@@ -174,14 +175,15 @@ struct Consumer {
           barrier_wait(&s.operand_full[operand & 1], (operand >> 1) & 1);
         }
       }
-      const u8* codes = s.operands[WIDE ? operand & 1 : 0] + step * (PIECES * COLUMNS * 8);
-      const float* scales = (const float*)(s.operands[WIDE ? operand & 1 : 0] + 8 * HIDDEN) + step * (PIECES * COLUMNS / 4);
+      const u8* rows = s.operands[WIDE ? operand & 1 : 0];
+      const u8* codes = rows + step * (PIECES * COLUMNS * 8);
+      const float* scales = (const float*)(rows + 8 * HIDDEN) + step * (PIECES * COLUMNS / 4);
       barrier_wait(&s.full[cursor.stage], cursor.parity);
       const u8* piece = s.ring[cursor.stage] + warpgroup * SLOT_BYTES;
 #pragma unroll 1  // registers of one piece at a time
       for (int i = 0; i < PIECES; i++)
-        product<FP4, COLUMNS, COLUMNS / 32>(acc, piece + i * P::BYTES, codes + i * COLUMNS * 8, scales + i * COLUMNS / 4,
-                                            warp, lane);
+        product<FP4, COLUMNS, COLUMNS / 32>(acc, piece + i * P::BYTES, codes + i * COLUMNS * 8,
+                                            scales + i * COLUMNS / 4, warp, lane);
       sync_warp();
       if (lane == 0) barrier_arrive(&s.empty[cursor.stage]);
       cursor.advance();
@@ -250,9 +252,10 @@ struct Consumer {
 #pragma unroll
       for (int w = 1; w < 4; w++) most = fmaxf(most, shared_amax[w][row + i]);
       u32 code = fp8_scale_code(most);
-      tile_h[((column >> 4) * 8 + row + i) * 16 + (column & 15)] = (u8)f32x2_to_e4m3x2(h[i] * ue8m0_inverse(code), 0.0f);
-      if (warp == 0 && lane < 4)
-        ((float*)(tile_h + 8 * INNER))[group * 8 + row + i] = ue8m0_to_f32(code) * FACTOR;  // down multiplies by the codes
+      float scaled = h[i] * ue8m0_inverse(code);
+      tile_h[((column >> 4) * 8 + row + i) * 16 + (column & 15)] = (u8)f32x2_to_e4m3x2(scaled, 0.0f);
+      if (warp == 0 && lane < 4)  // down adds products of fp4 and fp8 weights: what the fp4 ones lack is in their h
+        ((float*)(tile_h + 8 * INNER))[group * 8 + row + i] = ue8m0_to_f32(code) * FACTOR;
     }
   }
 };

@@ -81,7 +81,8 @@ KERNEL(gather, Gather, GATHER_THREADS, 1) {
     if (blockIdx.x == 0) p.pair_weights[place] = load_l2(p.chosen_weights + i);
   }
   sync_block();
-  const int all = shared_pairs + s.pairs, threads = gridDim.x * GATHER_THREADS, thread = blockIdx.x * GATHER_THREADS + tid;
+  const int all = shared_pairs + s.pairs;
+  const int threads = gridDim.x * GATHER_THREADS, thread = blockIdx.x * GATHER_THREADS + tid;
   if (blockIdx.x == 0)
     for (int i = tid; i < all * 8; i += GATHER_THREADS) p.pair_rows[i] = s.rows[i];
   for (int i = thread; i < all * (HIDDEN / 2); i += threads) {  // 16 bytes of codes each
@@ -96,9 +97,11 @@ KERNEL(gather, Gather, GATHER_THREADS, 1) {
 #pragma unroll
     for (int j = 0; j < 4; j++) {
       int row = s.rows[pair * 8 + (rest & 1) * 4 + j];
-      u32 word = row < 0 ? 0 : load_l2((const u32*)p.x_scales + ((row >> 3) * (HIDDEN / 32) + (rest >> 1)) * 2 + ((row >> 2) & 1));
+      const u32* words = (const u32*)p.x_scales + ((row >> 3) * (HIDDEN / 32) + (rest >> 1)) * 2 + ((row >> 2) & 1);
+      u32 word = row < 0 ? 0 : load_l2(words);
       scales[j] = row < 0 ? 0.0f : ue8m0_to_f32((word >> 8 * (row & 3)) & 255u);
     }
-    *(float4*)(p.operands + (i64)pair * OPERAND + 8 * HIDDEN + rest * 16) = make_float4(scales[0], scales[1], scales[2], scales[3]);
+    float4* to = (float4*)(p.operands + (i64)pair * OPERAND + 8 * HIDDEN) + rest;
+    *to = make_float4(scales[0], scales[1], scales[2], scales[3]);
   }
 }
