@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -155,6 +155,30 @@ class ModelConfig:
     def uses_candidates(self, layer: int) -> bool:
         """Whether index source `layer` chooses only inside the blocks that the candidate source marked."""
         return layer in self.index_source_layer_ids and -1 < self.candidate_source_layer_id < layer
+
+    def first_layers(self, count: int) -> ModelConfig:
+        """The first `count` backbone layers with the draft, for timing: taps come from the last of them.
+
+        Raises ValueError unless there are more layers than taps and no more than the model has.
+        """
+        taps = len(self.dspark_target_layer_ids)
+        if not taps < count <= self.num_hidden_layers:
+            raise ValueError(f"{count} layers: expected {taps + 1}..{self.num_hidden_layers}")
+
+        def kept(layers: tuple[int, ...]) -> tuple[int, ...]:
+            return tuple(layer for layer in layers if layer < count)
+
+        engrams = kept(self.engram_layer_ids)
+        return replace(
+            self,
+            num_hidden_layers=count,
+            compress_ratios=self.compress_ratios[:count] + (0,) * self.num_nextn_predict_layers,
+            kv_source_layer_ids=kept(self.kv_source_layer_ids),
+            index_source_layer_ids=kept(self.index_source_layer_ids),
+            engram_layer_ids=engrams,
+            engram_num_embeddings=self.engram_num_embeddings[: len(engrams)],
+            dspark_target_layer_ids=tuple(range(count - taps, count)),
+        )
 
     def role(self, layer: int) -> str:
         """What backbone layer `layer` is, in words, for tables."""

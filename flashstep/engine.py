@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from flashstep.chat import Piece, StopMatcher, StreamingDetokenizer
-from flashstep.executor import Request, Step, StepResult
+from flashstep.executor import Request, StepResult
 from flashstep.grammar import Fallible, GrammarCompiler, MinTokens, both
 from flashstep.loading import LoadedModel
 from flashstep.pace import LEAST_ROWS, StepTimes
@@ -41,7 +41,6 @@ from flashstep.requests import (
 )
 from flashstep.settings import EngineConfig
 from flashstep.stages.accept import reference as sampling
-from flashstep.state import State
 
 log = logging.getLogger("flashstep.engine")
 
@@ -89,14 +88,20 @@ class Engine:
         wanted = limit if config.max_model_len is None else config.max_model_len
         if wanted > limit:
             raise ValueError(f"max_model_len = {wanted}: expected at most {limit} (max_position_embeddings)")
-        if config.max_num_batched_tokens <= drafts:
+        rows = config.max_num_batched_tokens
+        if rows <= drafts:
             raise ValueError(
-                f"max_num_batched_tokens = {config.max_num_batched_tokens}: expected at least {drafts + 1}, the rows "
-                f"of one request with {drafts} drafts"
+                f"max_num_batched_tokens = {rows}: expected at least {drafts + 1}, the rows of one request with "
+                f"{drafts} drafts"
             )
+        # Kernels may take fewer rows at once than the setting allows; prompts then come in smaller chunks.
+        self.max_rows = rows = rows if loaded.max_rows is None else min(rows, loaded.max_rows)
+        state_type = loaded.state_type
         dtype = loaded.model.num.dtype
-        page_bytes = State.page_bytes(model, config.page_tokens, keep_windows=config.enable_prefix_caching, dtype=dtype)
-        slot_bytes = State.slot_bytes(model, config.page_tokens, config.max_num_batched_tokens, dtype=dtype)
+        page_bytes = state_type.page_bytes(
+            model, config.page_tokens, keep_windows=config.enable_prefix_caching, dtype=dtype
+        )
+        slot_bytes = state_type.slot_bytes(model, config.page_tokens, rows, dtype=dtype)
         num_pages = (config.kv_cache_memory - config.max_num_seqs * slot_bytes) // page_bytes
         if num_pages * config.page_tokens < 2:
             raise ValueError(
@@ -112,20 +117,18 @@ class Engine:
         # More pages than every slot can fill serve the prefix cache; far more would only cost memory.
         num_pages = min(num_pages, 2 * config.max_num_seqs * -(-wanted // config.page_tokens))
         self.max_model_len = min(wanted, num_pages * config.page_tokens)
-        self.state = State(
+        self.state = state_type(
             model,
             num_slots=config.max_num_seqs,
             num_pages=num_pages,
             page_tokens=config.page_tokens,
-            rows_per_request=config.max_num_batched_tokens,
+            rows_per_request=rows,
             max_model_len=self.max_model_len,
             keep_windows=config.enable_prefix_caching,
             dtype=dtype,
             device=loaded.model.device,
         )
-        self.core = Step(
-            loaded.model,
-            loaded.draft,
+        self.core = loaded.step(
             self.state,
             num_speculative_tokens=drafts,
             rule=config.rule,
@@ -324,7 +327,7 @@ class Engine:
 
     def _schedule(self) -> list[tuple[_Live, int]]:
         """Who runs in this step, and how many of their waiting tokens. Takes pages, preempts and admits."""
-        budget = self.config.max_num_batched_tokens
+        budget = self.max_rows
         work: list[tuple[_Live, int]] = []
         # Prompts advance beside any number of decoding requests, which then take turns.
         prompts = any(not live.decoding for live in self._running) or (self._waiting and self._can_start())
@@ -338,7 +341,7 @@ class Engine:
         if work:
             if self._turns % self.config.prefill_schedule_interval:
                 return self._still_running(work)
-            decoding = self.config.max_num_batched_tokens - budget
+            decoding = self.max_rows - budget
             if math.isfinite(self.config.decode_slowdown):
                 budget = min(budget, self._times.extra_rows(decoding, self.config.decode_slowdown))
         for live in [live for live in self._running if not live.decoding]:

@@ -11,7 +11,7 @@ import statistics
 import subprocess
 import sys
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +53,9 @@ def run(args: argparse.Namespace) -> int:
     """Measure as the command line asks. Raises ValueError with a message for the user."""
     _check(args)
     device = torch.device("cuda")
-    config = first_layers(ModelConfig.from_file(args.config), args.num_layers)
+    config = ModelConfig.from_file(args.config)
+    if args.num_layers is not None:
+        config = config.first_layers(args.num_layers)
     started = time.perf_counter()
     source = packed.RandomSource(config, 0, args.world, device)
     weights = packed.read(config, source, 0, args.world)
@@ -90,33 +92,6 @@ def run(args: argparse.Namespace) -> int:
         args.json.parent.mkdir(parents=True, exist_ok=True)
         args.json.write_text(json.dumps(record, indent=1) + "\n")
     return 0
-
-
-def first_layers(config: ModelConfig, count: int | None) -> ModelConfig:
-    """`config` with its first `count` backbone layers alone; taps come from the last ones that remain."""
-    if count is None or count == config.num_hidden_layers:
-        return config
-    if not len(config.dspark_target_layer_ids) < count < config.num_hidden_layers:
-        raise ValueError(
-            f"--num-layers {count}: expected {len(config.dspark_target_layer_ids) + 1}..{config.num_hidden_layers}"
-        )
-    ratios = config.compress_ratios[:count] + (0,) * config.num_nextn_predict_layers
-
-    def kept(layers: tuple[int, ...]) -> tuple[int, ...]:
-        return tuple(layer for layer in layers if layer < count)
-
-    engrams = kept(config.engram_layer_ids)
-    taps = tuple(range(count - len(config.dspark_target_layer_ids), count))
-    return replace(
-        config,
-        num_hidden_layers=count,
-        compress_ratios=ratios,
-        dspark_target_layer_ids=taps,
-        engram_layer_ids=engrams,
-        engram_num_embeddings=config.engram_num_embeddings[: len(engrams)],
-        kv_source_layer_ids=kept(config.kv_source_layer_ids),
-        index_source_layer_ids=kept(config.index_source_layer_ids),
-    )
 
 
 class _Bench:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from torch.autograd import DeviceType  # type: ignore[attr-defined]
 from torch.profiler import ProfilerActivity, profile
 
 from flashstep.jit import Launch
@@ -25,7 +26,7 @@ def kernel_times(graph: torch.cuda.CUDAGraph) -> list[tuple[str, float, float]]:
     found = [
         (event.name, event.time_range.start, event.time_range.end)
         for event in profiler.events() or []
-        if event.device_type == torch.profiler.DeviceType.CUDA
+        if event.device_type == DeviceType.CUDA
     ]
     return sorted(found, key=lambda kernel: kernel[1])
 

@@ -1,9 +1,10 @@
 // Skinny products of a chain: a block's weights are in shared memory before it may look at its activations.
 //
 // A block takes TILES_* tiles of 16 outputs and 1 / CLUSTER of K; its warps divide that K among them, each for all
-// tiles, so that every activation is read from L2 by one warp of the block. The partial sums of the warps meet in shared
-// memory, those of a cluster's blocks in the block that finishes the outputs. Rows go through in passes of ROW_TILES
-// tiles of 8; the weights stay. Summation order depends on the shape of the launch, not on the rows: a row's bits are its own.
+// tiles, so that every activation is read from L2 by one warp of the block. The partial sums of the warps meet in
+// shared memory, those of a cluster's blocks in the block that finishes the outputs. Rows go through in passes of
+// ROW_TILES tiles of 8; the weights stay. Summation order depends on the shape of the launch, not on the rows: a row's
+// bits are its own.
 //
 // Segments share K and rows and may differ in weight, activations, kind and output. Blocks behind those of the segments
 // do other independent work (`extra_block`, of the file that includes this).

@@ -18,6 +18,7 @@ KERNEL(quantize, Quantize, 256, 1) {
     quantize_row<true, PER_LANE, 128, PARTS>(x, COLUMNS / 8, p.norm, EPS, part, codes, scales);
   } else {  // 256 columns a warp
     int pieces = min(32, COLUMNS / 8 - part * 32);
-    quantize_row<false, 1, 128, 1>(x + part * 256, pieces, nullptr, 0.0f, 0, codes + part * 16 * 128, scales + part * 64);
+    codes += part * 16 * 128;
+    quantize_row<false, 1, 128, 1>(x + part * 256, pieces, nullptr, 0.0f, 0, codes, scales + part * 64);
   }
 }

@@ -2,8 +2,9 @@
 // ring of stages full, eight that multiply.
 //
 // A block owns a run of tiles and takes them in rounds of at most TILES. A round streams K in stages of STAGE_GROUPS
-// groups: the weights of the round's tiles and the activations of all rows, which are small and come from L2. 8 / TILES warps
-// share a tile, each with its part of every stage. Weights are asked for before the activations may be looked at.
+// groups: the weights of the round's tiles and the activations of all rows, which are small and come from L2.
+// 8 / TILES warps share a tile, each with its part of every stage. Weights are asked for before the activations may be
+// looked at.
 //
 // Compiled with COLUMNS, KIND, OUTPUTS, FORM, STRIDE, COLUMN, PEERS, ROW_TILES, TILES, STAGE_GROUPS, STAGES, SHARED.
 #include "dense/operands.cuh"
@@ -38,7 +39,7 @@ DEVICE Run run_of(int block, int blocks) {
 // Rounds are of nearly equal size: first tile of a round, counted in the run.
 DEVICE int round_start(const Run& r, int round) { return r.rounds ? r.count * round / r.rounds : 0; }
 
-// The copies of a stage: lane t < TILES brings the weights of tile t, lane TILES + j the activations of rows 8 j .. + 7.
+// The copies of a stage: lane t < TILES brings the weights of tile t, lane TILES + j the rows 8 j .. 8 j + 7.
 DEVICE void copy_weights(const u8* weight, const Run& r, int step, u8* stage, u64* full, u64 policy) {
   int round = step / ROUND_STAGES, first = step % ROUND_STAGES * STAGE_GROUPS, lane = lane_id();
   int tile = round_start(r, round) + lane;
