@@ -5,6 +5,7 @@ Start-up and `flashstep doctor` ask the same functions, so that a refusal at sta
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import platform
@@ -12,6 +13,7 @@ import sys
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -49,7 +51,7 @@ class Backend:
 def backends() -> list[Backend]:
     """Every backend of the design with its requirements, judged on this machine."""
     common = [_python(), _torch(), _bundled_model()]
-    missing = "this version holds the exact reference alone; GPU backends follow in later versions"
+    missing = "this version prefills on the specialized kernels or on the reference; portable kernels follow"
     return [
         Backend("reference", "exact PyTorch on the CPU or any one GPU; the judge of all others", common),
         Backend(
@@ -59,8 +61,8 @@ def backends() -> list[Backend]:
         ),
         Backend(
             "latency_specialized",
-            "the whole step as one graph: H200, B200/GB300, MI355X",
-            [*common, _gpu(), _specialized_gpu(), _part("specialized kernels", missing)],
+            "the whole step as one graph: proven on H200; compiled for B200 and GB300, not run there",
+            [*common, _gpu(), _specialized_gpu(), _compiler()],
         ),
     ]
 
@@ -133,15 +135,26 @@ def _gpu() -> Requirement:
 
 
 def _specialized_gpu() -> Requirement:
-    phrase = "an architecture with specialized kernels (SM90, SM100, SM103, gfx942, gfx950)"
+    phrase = "an architecture with specialized kernels (SM90, SM100, SM103)"
     way_out = "use --decode-backend reference here"
     if not torch.cuda.is_available():
         return Requirement(phrase, False, "no GPU", way_out)
     if torch.version.hip:
         name = torch.cuda.get_device_properties(0).gcnArchName.split(":")[0]
-        return Requirement(phrase, name in ("gfx942", "gfx950"), name, way_out)
+        return Requirement(phrase, False, name, way_out)
     major, minor = torch.cuda.get_device_capability(0)
     return Requirement(phrase, (major, minor) in ((9, 0), (10, 0), (10, 3)), f"SM{major}{minor}", way_out)
+
+
+def _compiler() -> Requirement:
+    phrase = "NVRTC, which compiles the kernels (no toolkit needed)"
+    way_out = "pip install 'cuda-bindings>=13,<14' 'nvidia-cuda-nvrtc>=13,<14'"
+    try:
+        nvrtc: Any = importlib.import_module("cuda.bindings.nvrtc")
+        error, major, minor = nvrtc.nvrtcVersion()
+    except (ImportError, RuntimeError, OSError) as problem:
+        return Requirement(phrase, False, str(problem).partition("\n")[0], way_out)
+    return Requirement(phrase, int(error) == 0, f"NVRTC {major}.{minor}", way_out)
 
 
 def _part(phrase: str, way_out: str) -> Requirement:

@@ -53,12 +53,13 @@ def load_specialized(
     random_weights: bool = False,
     num_layers: int | None = None,
     max_rows: int = MAX_ROWS,
+    wgmma: bool = True,
     progress: Callable[[str, int, int], None] | None = None,
 ) -> LoadedModel:
     """Load the model directory `path` onto one device, packed.
 
     random_weights: read its configuration and tokenizer alone and make up the weights; num_layers: of these, only so
-    many. The text is then worthless, the time is not. Raises as `loading.load`.
+    many. The text is then worthless, the time is not. max_rows, wgmma: as of `SpecializedModel`. Raises as `load`.
     """
     path, device = Path(path), torch.device(device)
     check_device(device)
@@ -73,6 +74,6 @@ def load_specialized(
         config, source = checkpoint.config, packed.CheckpointSource(checkpoint, 0, 1, device)
     tokenizer = Tokenizer.load(path)
     weights = packed.read(config, source, progress=progress)
-    model = SpecializedModel(weights, token_map(path, config), max_rows=max_rows)
+    model = SpecializedModel(weights, token_map(path, config), max_rows=max_rows, wgmma=wgmma)
     # The engine and the step ask of a model what these two offer as well.
     return SpecializedLoadedModel(path, config, tokenizer, cast(Model, model), cast(Draft, SpecializedDraft(model)))

@@ -134,7 +134,7 @@ class SpecializedStep(Step):
             if request not in self._batch or not request.device_drafts:
                 self._decoder.load(request)
                 request.drafts, request.draft_probs = [], None
-                request.device_drafts = self.num_speculative_tokens
+                request.device_drafts = self.num_speculative_tokens  # from its second step on
         self._batch = tuple(steady)
         self._decoder.set_batch([request.slot for request in steady])
         self._launch()
@@ -168,6 +168,9 @@ class SpecializedStep(Step):
                 continue
             request.computed += len(record.tokens)
             request.add(record.tokens)
+            request.device_drafts = min(
+                self.num_speculative_tokens, max(0, self.state.max_model_len - len(request.tokens))
+            )
             results[request] = StepResult(
                 record.tokens, logits, record.drafted, record.accepted, synthetic=self.rule == "synthetic"
             )

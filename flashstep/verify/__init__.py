@@ -111,6 +111,10 @@ class _Units:
     def check(self, advance: Advance) -> None:
         """Run the check of every file."""
         for name, vectors in self.files.items():
+            if self.backend.whole_only:
+                self.report.skip(vectors.name, "all tensors", self.backend.whole_only)
+                advance()
+                continue
             check = check_for(name)
             meta = _Meta(self.index.get(name, {}).get("meta", {}))
             if check is None:
@@ -223,14 +227,22 @@ class _Configuration:
     def check(self, advance: Advance) -> None:
         """Layers first, the finest; then every mode of every configuration."""
         for vectors in self.layers.values():
+            if self.backend.whole_only:
+                self.report.skip(vectors.name, "all tensors", self.backend.whole_only)
+                continue
             with vectors.needed_for("layers"):
                 model, draft = self._load("", BF16)
                 same = [v for n, v in self.prompts.items() if not self._config_name(n) and _same_prompt(v, vectors)]
                 Layers(vectors, same[0] if same else None, self.backend, model, draft).check()
             advance()
         for (config, mode), group in self.runs.items():
+            reason = self._not_run(config, mode)
+            if reason:
+                for record in group.values():
+                    record.vectors.leave_all(record.prefix, reason)
+                continue
             self._end_to_end(config, mode, advance).check(group)
-        if self.cuts:
+        if self.cuts and not self.backend.whole_only:
             run = self._end_to_end("", NOQUANT, advance)
             run.check_cuts(self.cuts, {})
         for name, vectors in self.files.items():
@@ -243,6 +255,15 @@ class _Configuration:
         for kind, found in (("layers", self.layers), (NOQUANT, any(m == NOQUANT for _, m in self.runs))):
             if not found:
                 self.report.skip(f"vectors/{kind}", "all tensors", "no such file in this directory")
+
+    def _not_run(self, config: str, mode: str) -> str:
+        """Why the backend does not run a mode of a configuration; empty where it does."""
+        if not self.backend.whole_only:
+            return ""
+        if mode != BF16:
+            return self.backend.whole_only
+        most = max(self.configs[config].num_experts_per_tok, self.configs[config].dspark_num_experts_per_tok)
+        return f"{most} experts a token: the kernels choose at most 8" if most > 8 else ""
 
     def _config_name(self, file: str) -> str:
         """The configuration of a vector file: NAME where it is called NAME_*, otherwise config.json (empty)."""

@@ -84,6 +84,12 @@ class Vectors:
             self._used.add(tensor)
             self.report.skip(self.name, tensor, reason)
 
+    def leave_all(self, prefix: str, reason: str) -> None:
+        """`leave` every tensor whose name starts with `prefix`."""
+        for tensor in sorted(self.tensors):
+            if tensor.startswith(prefix):
+                self.leave(tensor, reason)
+
     def finish(self) -> None:
         """Note every tensor that nothing has used."""
         for tensor in sorted(self.tensors.keys() - self._used):

@@ -67,10 +67,12 @@ class _Collected:
         return Run(values.pop("logits"), values, *(torch.stack(parts) for parts in zip(*self.drafts, strict=True)))
 
 
-def state_for(config: ModelConfig, model: Model, lengths: Sequence[int], rows_per_request: int) -> State:
-    """A state with one slot, filled with pages, for each request of `lengths` positions."""
+def state_for(
+    config: ModelConfig, model: Model, lengths: Sequence[int], rows_per_request: int, kind: type[State] = State
+) -> State:
+    """A state of `kind` with one slot, filled with pages, for each request of `lengths` positions."""
     page = 16 * math.lcm(1, *(config.compress_ratios[layer] for layer in config.kv_source_layer_ids))
-    state = State(
+    state = kind(
         config,
         num_slots=len(lengths),
         num_pages=sum(-(-length // page) for length in lengths),
@@ -84,10 +86,22 @@ def state_for(config: ModelConfig, model: Model, lengths: Sequence[int], rows_pe
     return state
 
 
-def run_all(model: Model, draft: Draft, prompts: Sequence[Tokens], advance: Callable[[], None]) -> list[Run]:
-    """Feed all `prompts`; `advance` is called after each prompt and each step."""
+def run_all(
+    model: Model,
+    draft: Draft,
+    prompts: Sequence[Tokens],
+    advance: Callable[[], None],
+    *,
+    kind: type[State] = State,
+    max_rows: int = 1 << 20,
+) -> list[Run]:
+    """Feed all `prompts`; `advance` is called after each prompt and each step.
+
+    kind: of the state that the model reads. max_rows: of one forward; longer prompts come in chunks.
+    """
     config = model.config
-    state = state_for(config, model, [len(p.fed) for p in prompts], max(len(p.prompt) for p in prompts))
+    longest = min(max_rows, max(len(p.prompt) for p in prompts))
+    state = state_for(config, model, [len(p.fed) for p in prompts], longest, kind)
     collected = [_Collected() for _ in prompts]
 
     def forward(parts: list[tuple[int, int, list[int]]]) -> None:
@@ -107,11 +121,14 @@ def run_all(model: Model, draft: Draft, prompts: Sequence[Tokens], advance: Call
                 collected[span.slot].add(name, value[span.first : span.end].cpu())
 
     for slot, tokens in enumerate(prompts):
-        forward([(slot, 0, tokens.prompt)])
+        for first in range(0, len(tokens.prompt), max_rows):
+            forward([(slot, first, tokens.prompt[first : first + max_rows])])
         advance()
     for step in range(max(p.steps for p in prompts)):
         alive = [slot for slot, p in enumerate(prompts) if step < p.steps]
-        forward([(slot, len(prompts[slot].prompt) + step, [prompts[slot].decode[step]]) for slot in alive])
+        for first in range(0, len(alive), max_rows):
+            part = alive[first : first + max_rows]
+            forward([(slot, len(prompts[slot].prompt) + step, [prompts[slot].decode[step]]) for slot in part])
         inputs: list[Tensor] = []
         proposal = draft.propose(
             state,
@@ -121,7 +138,9 @@ def run_all(model: Model, draft: Draft, prompts: Sequence[Tokens], advance: Call
             lambda _, logits: logits.argmax(-1),
             trace=lambda _, value: inputs.append(value),  # noqa: B023 - called before the next step
         )
-        ffn_in = torch.stack(inputs).unflatten(1, (len(alive), -1)).transpose(0, 1)
+        # A backend of kernels traces nothing.
+        untraced = torch.empty(len(alive), 0)
+        ffn_in = torch.stack(inputs).unflatten(1, (len(alive), -1)).transpose(0, 1) if inputs else untraced
         parts = (proposal.tokens, proposal.logits, proposal.confidence, ffn_in)
         for i, slot in enumerate(alive):
             collected[slot].drafts.append(tuple(part[i].cpu() for part in parts))
