@@ -6,6 +6,7 @@ A rank-shaped run: the weights of one rank at the configuration's shapes, random
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import statistics
 import subprocess
@@ -21,9 +22,8 @@ from rich.table import Table
 from torch import Tensor
 
 from flashstep.bench.replay import capture_launches, interleaved_ms, median_us, read_ceiling_tb_s
-from flashstep.bench.timeline import write_timeline
+from flashstep.bench.timeline import kernel_times, write_timeline
 from flashstep.config import ModelConfig
-from flashstep.jit import Launch
 from flashstep.packed_state import PackedState
 from flashstep.params import SamplingParams
 from flashstep.specialized import weights as packed
@@ -146,16 +146,25 @@ class _Bench:
 
     def report(self, samples_ms: list[float], ceiling: float, replays: int) -> dict[str, Any]:
         """Figures of the step and of its stages."""
-        stages: dict[str, list[Launch]] = {}
-        for launch in self.launches:
-            stages.setdefault(launch.stage, []).append(launch)
+        in_step = self._increments()
+        stages: dict[str, list[int]] = {}
+        for place, launch in enumerate(self.launches):
+            stages.setdefault(launch.stage, []).append(place)
         table = []
-        for stage, launches in stages.items():
-            graph = capture_launches(launches)
-            us = median_us(interleaved_ms({stage: graph}, replays=max(5, replays // 4))[stage])
-            nbytes = sum(launch.nbytes for launch in launches)
-            table.append({"stage": stage, "launches": len(launches), "us": us, "bytes": nbytes})
-        self.step_graph().replay()  # stages alone have left the slots anywhere
+        for stage, places in stages.items():
+            self.step_graph().replay()  # a stage alone leaves slots and buffers anywhere
+            launches = [self.launches[place] for place in places]
+            alone = median_us(interleaved_ms({stage: capture_launches(launches)}, replays=max(5, replays // 4))[stage])
+            table.append(
+                {
+                    "stage": stage,
+                    "launches": len(launches),
+                    "us_in_step": None if in_step is None else sum(in_step[place] for place in places),
+                    "us_alone": alone,
+                    "bytes": sum(launch.nbytes for launch in launches),
+                }
+            )
+        self.step_graph().replay()
         torch.cuda.synchronize()
         nbytes = sum(launch.nbytes for launch in self.launches)
         floor_ms = nbytes / ceiling / 1e9
@@ -171,6 +180,15 @@ class _Bench:
             "stages": table,
             "samples_ms": samples_ms,
         }
+
+    def _increments(self) -> list[float] | None:
+        """By how many microseconds each launch moved the end of the step on, in one profiled replay of it."""
+        names = {launch.name for launch in self.launches}
+        times = [kernel for kernel in kernel_times(self.step_graph()) if kernel.name in names]
+        if [kernel.name for kernel in times] != [launch.name for launch in self.launches]:
+            return None  # the profiler has lost kernels, or is not there
+        ends = [times[0].start, *(kernel.end for kernel in times)]
+        return [after - before for before, after in itertools.pairwise(ends)]
 
     def _distinct_experts(self) -> float | None:
         """Routed pairs of the last backbone layer in the last replay (a pair is an expert where rows are few)."""
@@ -241,24 +259,27 @@ def _machine() -> dict[str, str]:
 
 def _print(console: Console, found: dict[str, Any]) -> None:
     table = Table(title=f"{found['scenario']['name']}: {found['step_ms']:.3f} ms, {found['times_floor']:.2f} x floor")
-    for column in ("stage", "launches", "us each", "MB each", "TB/s", "x floor", "ms a step"):
+    for column in ("stage", "launches", "us each", "MB each", "TB/s", "x floor", "ms a step", "alone, us each"):
         table.add_column(column, justify="left" if column == "stage" else "right")
     per_ms = found["bytes"] / found["floor_ms"]
     for row in found["stages"]:
-        each_us, each_bytes = row["us"] / row["launches"], row["bytes"] / row["launches"]
+        total_us = row["us_alone"] if row["us_in_step"] is None else row["us_in_step"]
+        each_us, each_bytes = total_us / row["launches"], row["bytes"] / row["launches"]
         floor_us = each_bytes / per_ms * 1e3
         table.add_row(
             row["stage"],
             str(row["launches"]),
             f"{each_us:.2f}",
             f"{each_bytes / 1e6:.2f}",
-            f"{each_bytes / each_us / 1e6:.2f}",
+            f"{each_bytes / each_us / 1e6:.2f}" if floor_us > 0.05 else "",
             f"{each_us / floor_us:.1f}" if floor_us > 0.05 else "",
-            f"{row['us'] / 1e3:.3f}",
+            f"{total_us / 1e3:.3f}",
+            f"{row['us_alone'] / row['launches']:.2f}",
         )
     console.print(table)
     experts = found["distinct_experts"]
     console.print(
         f"floor {found['floor_ms']:.3f} ms ({found['bytes'] / 1e9:.2f} GB), {found['launches']} launches, "
-        f"{experts:g} routed pairs in the last layer; a stage alone is a chain of its launches of all layers"
+        f"{experts:g} routed pairs in the last layer; us each: by how much a launch moves the step's end on; alone: "
+        "in a chain of the stage's launches"
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch.autograd import DeviceType  # type: ignore[attr-defined]
@@ -16,32 +17,40 @@ _WIDTH, _ROW = 1400, 22
 _COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#bbbbbb")
 
 
-def kernel_times(graph: torch.cuda.CUDAGraph) -> list[tuple[str, float, float]]:
-    """(name, start, end) in microseconds of every kernel of one replay, in order of their starts."""
+class KernelTime(NamedTuple):
+    """A kernel of one replay; microseconds on the device's clock."""
+
+    name: str
+    start: float
+    end: float
+
+
+def kernel_times(graph: torch.cuda.CUDAGraph) -> list[KernelTime]:
+    """Every kernel of one replay, in order of their ends, which is the order of a dependent chain."""
     graph.replay()
     torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiler:
         graph.replay()
         torch.cuda.synchronize()
     found = [
-        (event.name, event.time_range.start, event.time_range.end)
+        KernelTime(event.name.split("(")[0], event.time_range.start, event.time_range.end)
         for event in profiler.events() or []
         if event.device_type == DeviceType.CUDA
     ]
-    return sorted(found, key=lambda kernel: kernel[1])
+    return sorted(found, key=lambda kernel: kernel.end)
 
 
 def write_timeline(path: Path, launches: Sequence[Launch], graph: torch.cuda.CUDAGraph, *, layers: int = 2) -> None:
     """Draw the kernels of the middle `layers` layers of a replay of `graph`, which runs `launches`."""
     names = {launch.name for launch in launches}
-    times = [kernel for kernel in kernel_times(graph) if kernel[0].split("(")[0] in names]
+    times = [kernel for kernel in kernel_times(graph) if kernel.name in names]
     layer_starts = [i for i, (name, _, _) in enumerate(times) if name.startswith("gate_up")]
     middle = len(layer_starts) // 2
     shown = times[layer_starts[middle] + 1 : layer_starts[min(middle + layers, len(layer_starts) - 1)] + 2]
     path.write_text(_draw(shown))
 
 
-def _draw(kernels: Sequence[tuple[str, float, float]]) -> str:
+def _draw(kernels: Sequence[KernelTime]) -> str:
     first, last = min(start for _, start, _ in kernels), max(end for _, _, end in kernels)
     scale = (_WIDTH - 40) / (last - first)
     colours = {
