@@ -114,10 +114,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_sampling(generate)
     _add_speculation(generate)
     machine = generate.add_argument_group("machine")
-    machine.add_argument(
-        "--decode-backend", default="auto", choices=("auto", "reference"), help="what runs the steps (%(default)s)"
-    )
-    machine.add_argument("--device", default="cpu", metavar="NAME", help="torch device of the reference (%(default)s)")
+    _add_backend(machine)
     machine.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: torch's own choice)")
     machine.add_argument("--max-model-len", type=int, metavar="N", help="room for context (default: the model's limit)")
     _add_ranks(machine)
@@ -186,6 +183,16 @@ def _command(
 
 def _add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", type=_path, metavar="DIR", help="model directory (default: the bundled tiny model)")
+
+
+def _add_backend(group: Any) -> None:
+    group.add_argument(
+        "--decode-backend",
+        default="auto",
+        choices=("auto", "latency_specialized", "portable", "reference"),
+        help="what runs the steps; auto takes the best that this machine has (%(default)s)",
+    )
+    group.add_argument("--device", metavar="NAME", help="torch device (default: the backend's own kind)")
 
 
 def _add_chat(parser: argparse.ArgumentParser) -> None:
@@ -314,7 +321,14 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
         help="memory for cache pages: bytes, 512MiB, 2GiB (%(default)s)",
     )
     engine.add_argument("--no-prefix-caching", action="store_true", help="prompts share nothing")
-    engine.add_argument("--device", default="cpu", metavar="NAME", help="torch device (%(default)s)")
+    _add_backend(engine)
+    engine.add_argument(
+        "--load-format",
+        choices=("checkpoint", "random"),
+        default="checkpoint",
+        help="random: the model directory's shapes with made-up weights, for timing (%(default)s)",
+    )
+    engine.add_argument("--num-layers", type=int, metavar="N", help="with random weights: only the first N layers")
     engine.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: torch's own choice)")
     _add_ranks(engine)
 

@@ -18,7 +18,9 @@ from pathlib import Path
 from flashstep.chat import Tokenizer
 from flashstep.config import ModelConfig
 from flashstep.engine import Engine
-from flashstep.loading import BUNDLED_MODEL, load
+from flashstep.loading import BUNDLED_MODEL, LoadedModel
+from flashstep.loading import load as load_reference
+from flashstep.ranks.launch import Ranks
 from flashstep.requests import Delta, EngineDead, EngineStats, GenerationRequest
 from flashstep.settings import EngineConfig
 
@@ -52,17 +54,33 @@ _STARTING = EngineStats(
 
 
 def start(
-    path: Path | None, config: EngineConfig, *, device: str = "cpu", model_name: str | None = None
+    path: Path | None,
+    config: EngineConfig,
+    *,
+    load: Callable[[], LoadedModel] | None = None,
+    model_name: str | None = None,
+    ranks: Ranks | None = None,
 ) -> AsyncEngine:
     """An engine for the model directory `path` (None: the bundled model), which loads in the background.
 
-    Configuration and tokenizer are read at once, so that what is wrong with them is raised here.
+    Configuration and tokenizer are read at once, so that what is wrong with them is raised here. load: how the model
+    gets onto its device (None: for the reference on the CPU). With `ranks` the engine runs over all of them, and ends
+    when they fail.
     """
     path = BUNDLED_MODEL if path is None else path
     model = ModelConfig.from_file(path)
     tokenizer = Tokenizer.load(path)
     name = model_name or ("flashstep-tiny" if path == BUNDLED_MODEL else path.resolve().name)
-    return AsyncEngine(lambda: Engine(load(path, device=device), config), tokenizer, model, name, config)
+
+    def build() -> Engine:
+        if ranks is not None:
+            return ranks.engine(config)
+        return Engine(load() if load is not None else load_reference(path), config)
+
+    engine = AsyncEngine(build, tokenizer, model, name, config)
+    if ranks is not None:
+        ranks.on_failure(engine.fail)
+    return engine
 
 
 class AsyncEngine:
@@ -158,6 +176,15 @@ class AsyncEngine:
             ready=failure is None and self._closing is None,
             last_step_age_s=0.0 if idle else found.last_step_age_s,
         )
+
+    def fail(self, error: Exception) -> None:
+        """End every request with `error`, and take no more; from any thread, for what the engine cannot notice."""
+
+        def note(engine: Engine) -> None:
+            if not self._stopped.is_set() and self._failure is None:  # else it has ended by itself already
+                raise error
+
+        self._post(note)
 
     async def shutdown(self, grace_s: float) -> None:
         """Take no more requests, let those that run finish for `grace_s` seconds, cut off the rest, stop the loop."""

@@ -23,8 +23,8 @@ class Choice:
     device: str
 
 
-def choose(name: str, device: str | None) -> Choice:
-    """The backend `name` on `device` (None: the backend's own kind of device).
+def choose(name: str, device: str | None, *, world: int = 1) -> Choice:
+    """The backend `name` on `device` (None: the backend's own kind of device) for `world` ranks.
 
     `auto` takes the specialized kernels where every requirement is met and no other device was asked for, else the
     reference. Raises ValueError that lists every missing requirement of a backend that was asked for by name.
@@ -33,6 +33,10 @@ def choose(name: str, device: str | None) -> Choice:
         raise ValueError(f"--decode-backend {name}: expected one of {', '.join(NAMES)}")
     if name == REFERENCE:
         return Choice(REFERENCE, device or "cpu")
+    if world > 1:
+        if name == AUTO:
+            return Choice(REFERENCE, device or "cpu")
+        raise ValueError(f"--decode-backend {name} runs on one rank so far: {world} ranks run the {REFERENCE}")
     found = {backend.name: backend for backend in doctor.backends()}
     if name == AUTO:
         on_gpu = device is None or device.startswith("cuda")

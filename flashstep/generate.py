@@ -11,6 +11,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from flashstep.backends import Choice, choose, load_for
 from flashstep.chat import (
     ContentText,
     Event,
@@ -24,8 +25,9 @@ from flashstep.chat import (
     thinking_budget,
 )
 from flashstep.engine import Engine
-from flashstep.loading import BUNDLED_MODEL, LoadedModel, check_device, load
+from flashstep.loading import BUNDLED_MODEL, LoadedModel, check_device
 from flashstep.params import InvalidSamplingParams, SamplingParams
+from flashstep.ranks.launch import Ranks, ranks_for
 from flashstep.requests import GenerationRequest, Usage
 from flashstep.settings import EngineConfig
 from flashstep.terminal import progress_bar
@@ -37,13 +39,23 @@ def run(args: argparse.Namespace) -> int:
     """Generate as the command line asks. Raises ValueError or OSError with a message for the user."""
     params = _check(args)
     text = _prompt_text(args)
+    choice = choose(args.decode_backend, args.device, world=args.tensor_parallel_size)
+    with ranks_for(
+        BUNDLED_MODEL if args.model is None else args.model,
+        args.tensor_parallel_size,
+        device=choice.device,
+        threads=args.threads,
+        check=args.check_ranks,
+    ) as ranks:
+        return _run(args, params, text, choice, ranks)
+
+
+def _run(args: argparse.Namespace, params: SamplingParams, text: str, choice: Choice, ranks: Ranks | None) -> int:
     if args.threads:
         import torch
 
         torch.set_num_threads(args.threads)
     started = time.perf_counter()
-    with progress_bar("loading tensors") as progress:
-        loaded = load(BUNDLED_MODEL if args.model is None else args.model, device=args.device, progress=progress)
     config = EngineConfig(
         max_num_seqs=1,
         max_model_len=args.max_model_len,
@@ -52,8 +64,12 @@ def run(args: argparse.Namespace) -> int:
         rule=args.rejection,
         synthetic_accepted=args.synthetic_accepted,
     )
-    engine = Engine(loaded, config)
-    prompt, thinking = _prompt(args, text, loaded)
+    with progress_bar("loading tensors") as progress:
+        if ranks is None:
+            engine = Engine(load_for(choice, args.model, progress=progress), config)
+        else:
+            engine = ranks.engine(config, progress)
+    prompt, thinking = _prompt(args, text, engine.loaded)
     parser = OutputParser(thinking=thinking, tools=False) if args.chat else None
     room = max(1, engine.max_model_len - len(prompt))  # a prompt that leaves none is refused by the engine
     request = GenerationRequest(
@@ -118,7 +134,7 @@ def _check(args: argparse.Namespace) -> SamplingParams:
     if args.threads is not None and not 1 <= args.threads <= cores:
         problems.append(f"--threads {args.threads}: expected 1..{cores}, the cores of this machine")
     try:
-        check_device(args.device)
+        check_device(args.device or "cpu")
     except ValueError as error:
         problems.append(f"--{error}")
     bias: dict[int, float] = {}

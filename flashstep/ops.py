@@ -19,6 +19,8 @@ from flashstep.formats import Numerics, decode_fp4_weight, decode_fp8_weight
 
 # Engram table rows [rows, columns] int64 -> their bf16 values [rows, columns, engram_head_dim]
 Gather = Callable[[Tensor], Tensor]
+# Makes one rank's part of a product whole, where ranks share a weight; before any rounding.
+Combine = Callable[[Tensor], Tensor]
 
 
 class Reader(Protocol):
@@ -40,6 +42,8 @@ class Linear:
     With `keep_decoded` it is decoded once, for models that are small; otherwise at every use.
     """
 
+    combine: Combine | None = None  # set where this is a rank's part of the weight, and its products need the others'
+
     def __init__(self, weight: Tensor, scale: Tensor | None = None, *, keep_decoded: bool = True) -> None:
         self._weight, self._scale = weight, scale
         self._decoded = self._decode() if keep_decoded else None
@@ -60,7 +64,8 @@ class Linear:
 
     def __call__(self, x: Tensor) -> Tensor:
         """[..., inputs] of any dtype -> [..., outputs] float64, not rounded."""
-        return x.double() @ self.decoded.T
+        product = x.double() @ self.decoded.T
+        return product if self.combine is None else self.combine(product)
 
     def _decode(self) -> Tensor:
         if self._scale is None:

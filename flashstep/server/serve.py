@@ -14,12 +14,17 @@ import threading
 from collections.abc import Generator
 from pathlib import Path
 from types import FrameType
+from typing import TYPE_CHECKING
 
 import uvicorn
 
 from flashstep.server.app import create_app
 from flashstep.server.interface import ServerSettings, Serving, ServingEngine
 from flashstep.settings import EngineConfig
+
+if TYPE_CHECKING:  # the server itself needs no tensor library
+    from flashstep.loading import LoadedModel
+    from flashstep.ranks.launch import Ranks
 
 log = logging.getLogger("flashstep.server")
 
@@ -116,9 +121,11 @@ def run(args: argparse.Namespace) -> int:
     )
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     # The socket first: a port that is taken is known before anything is loaded.
-    with _listen(args.host, args.port) as listener:
-        engine = _start_engine(args, config)
+    with _listen(args.host, args.port) as listener, _ranks(args) as ranks:
+        engine = _start_engine(args, config, ranks)
         server = Server(engine, settings, grace_s=args.grace)
+        if ranks is not None:
+            ranks.on_failure(lambda failure: setattr(server, "should_exit", True))
         host, port = listener.getsockname()[:2]
         shown = f"[{host}]" if ":" in host else host
         log.info("serving %s at http://%s:%d (API under /v1)", ", ".join(_names(engine, settings)), shown, port)
@@ -127,6 +134,8 @@ def run(args: argparse.Namespace) -> int:
         if settings.log_requests:
             log.warning("bodies of requests are logged, with all that users write")
         server.run(sockets=[listener])
+        if ranks is not None and ranks.failure is not None:
+            raise ranks.failure
     log.info("ended")
     return 0
 
@@ -142,6 +151,10 @@ def _check(args: argparse.Namespace) -> None:
         problems.append(f"--grace {args.grace}: expected 0 or more seconds")
     if not 0 <= args.port < 1 << 16:
         problems.append(f"--port {args.port}: expected 0..65535")
+    if args.num_layers is not None and args.load_format != "random":
+        problems.append("--num-layers goes with --load-format random: a checkpoint is served whole")
+    if args.load_format == "random" and args.tensor_parallel_size > 1:
+        problems.append("--load-format random runs on one rank: leave --tensor-parallel-size out")
     if args.threads is not None and args.threads < 1:
         problems.append(f"--threads {args.threads}: expected at least 1")
     if problems:
@@ -192,14 +205,37 @@ def _listen(host: str, port: int) -> socket.socket:
     return listener
 
 
-def _start_engine(args: argparse.Namespace, config: EngineConfig) -> ServingEngine:
+def _ranks(args: argparse.Namespace) -> contextlib.AbstractContextManager[Ranks | None]:
+    """The processes that share the weights; they start at once, from the thread that lives longest."""
+    from flashstep.backends import choose
+    from flashstep.loading import BUNDLED_MODEL
+    from flashstep.ranks.launch import ranks_for
+
+    return ranks_for(
+        args.model or BUNDLED_MODEL,
+        args.tensor_parallel_size,
+        device=choose(args.decode_backend, args.device, world=args.tensor_parallel_size).device,
+        threads=args.threads,
+        check=args.check_ranks,
+        step_deadline_s=args.step_deadline,
+    )
+
+
+def _start_engine(args: argparse.Namespace, config: EngineConfig, ranks: Ranks | None) -> ServingEngine:
     from flashstep.async_engine import start
+    from flashstep.backends import choose, load_for
 
     if args.threads:
         import torch
 
         torch.set_num_threads(args.threads)
-    return start(args.model, config, device=args.device)
+    choice = choose(args.decode_backend, args.device, world=args.tensor_parallel_size)
+    log.info("decode backend: %s on %s", choice.backend, choice.device)
+
+    def load() -> LoadedModel:
+        return load_for(choice, args.model, random_weights=args.load_format == "random", num_layers=args.num_layers)
+
+    return start(args.model, config, load=load, ranks=ranks)
 
 
 def _names(engine: ServingEngine, settings: ServerSettings) -> tuple[str, ...]:

@@ -19,7 +19,8 @@ KERNEL(begin, Begin, THREADS, 1) {
     int token = 0, position = 0, row_slot = -1;
     if (slot >= 0 && !load_l2(p.failed + slot)) {
       int first = load_l2(p.position + slot);
-      if (first + 1 < p.max_model_len && i <= load_l2(p.num_drafts + slot)) {
+      // The new token needs a place too, and no row may stand behind the end of the context.
+      if (first + 1 < p.max_model_len && first + i < p.max_model_len && i <= load_l2(p.num_drafts + slot)) {
         token = load_l2(p.tokens + slot * (BLOCK + 1) + i);
         position = first + i;
         row_slot = slot;
