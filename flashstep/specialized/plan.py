@@ -26,7 +26,6 @@ from flashstep.stages.indexer import cuda as indexer
 from flashstep.stages.moe import cuda as moe
 
 MAX_ROWS = 192
-MIX_SLICES = 20
 # Up to here the mixes ride on spare blocks of another kernel; above, they are work for all multiprocessors.
 RIDING_ROWS = 16
 # Layers whose early reads are safe: the kernels that wrote the step's inputs are complete once experts have run.
@@ -83,6 +82,9 @@ class Arena:
 
 class Plan:
     """Chains of launches over one rank's weights and one state.
+
+    The boundary behind the experts reads early (`mixes_early`): gate_up starts its followers only behind its own wait,
+    so what the router and the kernels before it wrote is complete when they start.
 
     With `world` above 1 and no peers, the rank's partial sums are looped back into every slab of its own mailboxes:
     the traffic of a rank, not its values.
@@ -189,6 +191,7 @@ class Plan:
                 config,
                 mailbox=self._mailbox("ffn mailbox", count, config.hidden_size),
                 mixing=self._mixing(layer.block.hc_ffn, "ffn", count),
+                mixes_early=True,
                 stream_in=stream,
                 stream_out=None if last else stream,
                 row_slot=rows.slot,
@@ -308,6 +311,7 @@ class Plan:
                 config,
                 mailbox=self._mailbox("ffn mailbox", count, config.hidden_size),
                 mixing=self._mixing(layer.hc_ffn, "ffn", count),
+                mixes_early=True,
                 stream_in=stream,
                 stream_out=None if last else stream,
                 row_slot=rows.slot,
@@ -337,12 +341,10 @@ class Plan:
         layer = self.weights.layers[number]
         return layer.compressor is not None or layer.index_query is not None
 
-    def _mix_slices(self) -> int:
-        tiles = self.config.hc_mult * self.config.hidden_size // boundary.MIX_TILE
-        return min(MIX_SLICES, tiles)
-
     def _partials(self, sublayer: str, rows: int) -> Tensor:
-        return self._take(f"{sublayer} mixes", self._mix_slices(), rows, boundary.MIX_RECORD, dtype=torch.float32)
+        return self._take(
+            f"{sublayer} mixes", rows, boundary.mix_slices(self.config), boundary.MIX_RECORD, dtype=torch.float32
+        )
 
     def _mixing(self, weights: HyperConnection, sublayer: str, rows: int) -> boundary.Mixing:
         return boundary.Mixing(self._partials(sublayer, rows), weights.base, weights.scale)
@@ -354,7 +356,7 @@ class Plan:
         partials = self._partials(sublayer, stream.shape[0])
         if stream.shape[0] > RIDING_ROWS:
             return boundary.mixes(self.device, self.config, stream=stream, fn=weights.fn, partials=partials), None
-        return [], dense.Mixes(stream, weights.fn, partials, self._mix_slices())
+        return [], dense.Mixes(stream, weights.fn, partials, boundary.mix_slices(self.config))
 
     def _engram_rows(self, rows: RowInputs) -> list[Launch]:
         config, layers = self.config, self.weights.layers

@@ -139,6 +139,15 @@ DEVICE void barrier_wait(u64* b, u32 parity) {
                : "r"(shared_address(b)), "r"(parity)
                : "memory");
 }
+// Store `value` where `to` lies in block `rank` of the cluster, and count its 4 bytes as come on `b` of that block: of a
+// barrier of which the block expects them, and by waiting for which it sees them.
+DEVICE void cluster_store(float* to, int rank, float value, u64* b) {
+  asm volatile(
+      "{\n.reg .u32 to, bar;\nmapa.shared::cluster.u32 to, %0, %3;\nmapa.shared::cluster.u32 bar, %1, %3;\n"
+      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.f32 [to], %2, [bar];\n}" ::"r"(shared_address(to)),
+      "r"(shared_address(b)), "f"(value), "r"(rank)
+      : "memory");
+}
 // Bulk copies: addresses and byte counts are multiples of 16.
 DEVICE void bulk_copy(void* shared, const void* global, u32 bytes, u64* b) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"

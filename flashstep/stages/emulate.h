@@ -981,6 +981,12 @@ DEVICE void barrier_wait(u64* b, u32 parity, WHERE) {
     emulate::suspend();
   }
 }
+DEVICE void cluster_store(float* to, int rank, float value, u64* b, WHERE) {
+  u64* barrier = cluster_map(b, rank, where);
+  emulate::check_shared("cluster_store", to, 4, 4);
+  emulate::read_barrier("cluster_store", b);
+  emulate::carry_out(emulate::Copy{cluster_map(to, rank, where), &value, 4, barrier, 0});
+}
 DEVICE void bulk_copy(void* shared, const void* global, u32 bytes, u64* b, WHERE) {
   emulate::note(where);
   emulate::check_shared("bulk_copy", shared, bytes, 16);

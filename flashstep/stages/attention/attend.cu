@@ -1,143 +1,415 @@
-// Sparse attention over the window and the chosen compressed entries (section 5), and the window write on its own.
+// Sparse attention over the window and the chosen compressed entries (section 5).
 //
-// attend: SPLIT blocks (a cluster) share a row. Each takes a part of the row's entries, ENTRIES at a time:
-//   1. expand: fp8 and fp4 entries become bf16 in shared memory, two neighbouring entries interleaved: a word holds
-//      one column of both, which is what the second product reads as it is, and the first after two byte permutations;
-//   2. scores = q k: m16n8k16 with the heads as m (padded to 16). Warps split the columns, and the entries in two;
-//   3. softmax over the chunk, with the running maximum of this block; probabilities rounded to bf16;
-//   4. o += p v: every warp owns 64 columns.
-// Then every block gets its share of the columns from all blocks of the cluster, joins them with the sink, divides,
-// rotates back and stores. Nothing is summed in an order that depends on time or on other rows.
+// attend: SPLIT blocks (a cluster) share a row. Each takes a fixed part of the row's places for entries, ENTRIES at a
+// time; tiles of 8 hold entries of one kind. Warp w of K_WARPS x N_WARPS has a slice of the columns and a part of the
+// tiles, and lane l of it entry l / 4 of a tile, columns by l % 4. Per ENTRIES:
+//   1. codes, held in registers since they could be read, become bf16. What a lane has then is its operand of the
+//      first product (m16n8k16, heads as m, padded to 16); it also goes to shared memory, for the second product;
+//   2. scores = q k: the parts of the K_WARPS slices meet in shared memory;
+//   3. softmax with the running maximum of this block; probabilities rounded to bf16;
+//   4. o += p v: every warp has 64 columns of the output.
+// Then every block sends its outputs to the blocks that store their columns, as f16 with a scale per head and 64
+// columns: off by 2^-12 of themselves. Those join the parts with the sink, divide, rotate back and store. Nothing is
+// summed in an order that depends on time or on other rows.
 //
-// Entries are kept as 2^-8 of their values: an e2m1 code moved into the bits of a bf16 is 2^-126 of its value, and
-// that times 2^118 and the scale is one product whose factor bf16 can hold. Both products give the 2^8 back in float32.
+// Entries are kept as 2^-64 of their values: codes moved into the bits of a bf16 become that by a factor which bf16 can
+// hold. Eight columns of an entry (a piece, 16 bytes) are kept in the order 0 4 1 5 2 6 3 7, which costs least.
+#include "attention/exchange.cuh"
 #include "attention/window.cuh"
 
-constexpr int WARPS = HEAD_DIM / 64, THREADS = 32 * WARPS;  // every warp owns 64 columns of the output
-constexpr int N_WARPS = WARPS > 1 ? 2 : 1, K_WARPS = WARPS / N_WARPS, SLICES = WARPS / K_WARPS;  // of the first product
-constexpr int PAIRS = ENTRIES / 2, GROUPS_OF_16 = ENTRIES / 16, PAIRS_OF_WARP = (PAIRS + WARPS - 1) / WARPS;
-constexpr int GROUPS_OF_WARP = (GROUPS_OF_16 + N_WARPS - 1) / N_WARPS;
-constexpr int PAIR_WORDS = HEAD_DIM + 8;  // 16-byte pieces of a pair: 2 modulo 8, so no two lanes meet in a bank
-constexpr int SCORES = ENTRIES + (ENTRIES % 32 == 16 ? 0 : 16);  // 16-byte pieces of a row: 4 modulo 8
-constexpr int PROBABILITIES = ENTRIES + 8;
-constexpr bool ONE_CHUNK = (MAX_PAIRS + SPLIT - 1) / SPLIT <= PAIRS;  // of entries is all that a block ever has
-constexpr int COLUMNS = HEAD_DIM / SPLIT;  // of the output that a block stores
-constexpr int TURNING = HEAD_DIM - ROPE;   // columns from here on turn
+constexpr int WARPS = HEAD_DIM / 64, THREADS = 32 * WARPS;
+constexpr int K_WARPS = WARPS / N_WARPS;
+constexpr int LANE_PIECES = 2 * N_WARPS, LANE_COLUMNS = 8 * LANE_PIECES;  // of an entry, in the first product
+constexpr int TILES = ENTRIES / 8, TILES_OF_WARP = TILES / N_WARPS;       // of a chunk
+constexpr int OTHER_TILES = (OTHERS + 7) / 8, ROW_TILES = OTHER_TILES + (WINDOW + 7) / 8;
+constexpr int BLOCK_TILES = (ROW_TILES + SPLIT - 1) / SPLIT, CHUNKS = (BLOCK_TILES + TILES - 1) / TILES;
+constexpr int PLACES = CHUNKS * ENTRIES;
+constexpr int ENTRY_BYTES = 2 * HEAD_DIM + 16;  // an odd number of 16 bytes: rows at the same piece meet in no bank
+constexpr int SCORES = ENTRIES + 8;             // 8 or 24 modulo 32: neither stores nor loads meet in a bank
+constexpr int PROBABILITIES = ENTRIES + 8;      // an odd number of 16 bytes
+constexpr int PAIRS_OF_LANE = (ENTRIES + 31) / 32;         // of entries, in the softmax
+constexpr int HEAD_ROUNDS = (8 + WARPS - 1) / WARPS;       // of two heads a warp
+constexpr int SLICES = WARPS / SPLIT, COLUMNS = 64 * SLICES;  // of the output, that a block stores
+constexpr int TURNING = HEAD_DIM - ROPE;                   // columns from here on turn
+constexpr int LATE = 1 << 30;                              // of a place: written by a kernel that may still run
+constexpr float KEPT = 5.421010862427522e-20f;             // 2^-64
 
-static_assert(HEAD_DIM % 64 == 0 && HEAD_DIM <= 512 && (WARPS == 1 || WARPS % 2 == 0), "columns");
+static_assert(HEAD_DIM % 64 == 0 && HEAD_DIM <= 512 && WARPS % N_WARPS == 0 && WARPS % SPLIT == 0, "columns");
+static_assert(N_WARPS <= 2 && ENTRIES % 16 == 0, "tiles");
 static_assert(ROPE % 8 == 0 && ROPE <= HEAD_DIM && HEADS <= 16 && HEADS % OUT_GROUPS == 0, "heads");
-static_assert(ENTRIES % 16 == 0 && PAIRS_OF_WARP <= 16 && COLUMNS % 8 == 0 && HEAD_DIM % SPLIT == 0, "splits");
 
 DEVICE float never() { return as_float(0xFF800000u); }  // minus infinity: the score of what is not there
 
+// Outputs and softmax statistics of all blocks of the cluster, for the columns of this block.
+struct Mail {
+  alignas(16) uint4 outputs[SPLIT][SLICES][HEADS][8];  // f16: of lane l % 4, 16-byte half h at `mail_piece`
+  float scales[SPLIT][SLICES][HEADS];                  // of the outputs, 2^64 in them
+  float2 softmax[SPLIT][HEADS];                        // maximum and sum
+};
+
 struct Shared {
-  alignas(16) u32 pairs[PAIRS][PAIR_WORDS];  // word of column c: `pair_word`; low half the even entry
+  alignas(16) u8 entries[ENTRIES][ENTRY_BYTES];
   union {
-    alignas(16) float scores[K_WARPS][16][SCORES];          // parts of the first product
-    alignas(16) float gathered[SPLIT][HEADS][COLUMNS + 4];  // outputs of all blocks, not yet divided
+    alignas(16) float scores[K_WARPS][16][SCORES];  // parts of the first product
+    Mail mail;                                      // comes when all blocks of the cluster have read their scores
   };
-  alignas(16) bf16 probabilities[16][PROBABILITIES];
-  float bias[ENTRIES];  // 0, or -infinity for what is no entry
-  float sink[16], highest[16], total[16], rescale[16];
-  float gathered_highest[SPLIT][16], gathered_total[SPLIT][16];
-  float sine[ROPE / 2], cosine[ROPE / 2];
+  union {
+    alignas(16) bf16 probabilities[16][PROBABILITIES];
+    alignas(16) u32 turned[HEADS][ROPE / 2];  // of q; read before there are scores
+  };
+  alignas(8) float bias[ENTRIES];  // 0, or -infinity for what is no entry
+  int places[PLACES];              // of the block's entries in their caches, or -1; LATE added
+  float rescale[16];
+  float2 softmax[16];              // of a row that has only this block
+  float2 turns[ROPE / 2];          // sine, cosine
+  float sink[16];
+  alignas(8) u64 softmax_is_here, outputs_are_here;  // mail
 };
 static_assert(sizeof(Shared) <= SHARED, "the launch asks for SHARED bytes");
 
-// Words of a pair: per slice of 64 columns the first halves of its eight words of 8 columns, then the second halves.
-// Lanes that read or write neighbouring words of 8 columns then touch neighbouring 16-byte pieces.
-DEVICE int pair_word(int slice, int word, int half) { return slice * 64 + half * 32 + word * 4; }
+DEVICE int mail_piece(u32 head, u32 quad, u32 half) { return (int)((half * 4 + quad) ^ (head & 1) * 4); }
 
-// Four columns (nibbles 0..3 of each half of `codes`) of two fp4 entries; `scales` holds 2^118 of both scales.
-DEVICE uint4 expand_fp4(u32 codes, u32 scales) {
+// ---- entries ------------------------------------------------------------------------------------------------------
+
+// Eight columns of an fp4 entry, columns j and j + 4 in a word; `scale` twice 2^62 of the scale.
+DEVICE uint4 expand_fp4(u32 codes, u32 scale) {
   const u32 SIGN = 0x80008000u, REST = 0x01C001C0u;
   uint4 out;
-  out.x = multiply_bf16x2(((codes << 12) & SIGN) | ((codes << 6) & REST), scales);
-  out.y = multiply_bf16x2(((codes << 8) & SIGN) | ((codes << 2) & REST), scales);
-  out.z = multiply_bf16x2(((codes << 4) & SIGN) | ((codes >> 2) & REST), scales);
-  out.w = multiply_bf16x2((codes & SIGN) | ((codes >> 6) & REST), scales);
+  out.x = multiply_bf16x2(((codes << 12) & SIGN) | ((codes << 6) & REST), scale);
+  out.y = multiply_bf16x2(((codes << 8) & SIGN) | ((codes << 2) & REST), scale);
+  out.z = multiply_bf16x2(((codes << 4) & SIGN) | ((codes >> 2) & REST), scale);
+  out.w = multiply_bf16x2((codes & SIGN) | ((codes >> 6) & REST), scale);
   return out;
 }
 
-// One column of two fp8 entries: the bytes of `codes` are the code of the even entry twice, then the odd one's.
-DEVICE u32 expand_fp8(u32 codes, u32 scales) {
-  u32 bits = (codes & 0x80008000u) | ((codes >> 4) & 0x07F007F0u);
-  return multiply_bf16x2(multiply_bf16x2(bits, 0x7B807B80u), scales);  // 2^120: the difference of the biases
+// The same of fp8: columns 0..3 in `low`, 4..7 in `high`; `scale` twice 2^56 of the scale.
+DEVICE u32 expand_fp8(u32 codes, u32 scale) {
+  return multiply_bf16x2((codes & 0x80008000u) | ((codes >> 4) & 0x07F007F0u), scale);
 }
-DEVICE uint4 expand_fp8(u32 even, u32 odd, u32 scales) {
+DEVICE uint4 expand_fp8(u32 low, u32 high, u32 scale) {
   uint4 out;
-  out.x = expand_fp8(permute_bytes(even, odd, 0x4400), scales);
-  out.y = expand_fp8(permute_bytes(even, odd, 0x5511), scales);
-  out.z = expand_fp8(permute_bytes(even, odd, 0x6622), scales);
-  out.w = expand_fp8(permute_bytes(even, odd, 0x7733), scales);
+  out.x = expand_fp8(permute_bytes(low, high, 0x4400), scale);
+  out.y = expand_fp8(permute_bytes(low, high, 0x5511), scale);
+  out.z = expand_fp8(permute_bytes(low, high, 0x6622), scale);
+  out.w = expand_fp8(permute_bytes(low, high, 0x7733), scale);
   return out;
 }
 
-// The byte at `p` from L2, as the aligned word that holds it and the shift that brings it down.
-DEVICE u32 load_byte(const u8* p) {
-  u64 address = (u64)p;
-  return (load_l2((const u32*)(address & ~(u64)3)) >> (8 * (int)(address & 3))) & 255u;
-}
+// The lane's codes of an entry and their scales: fp8, or fp4 in the first half of `codes`.
+struct Raw { u32 codes[LANE_COLUMNS / 4], scales; };
 
-// Codes of 16 columns (the lane's) and their scales, of both entries of a pair.
-struct Raw {
-  uint4 even, odd;  // fp8; fp4 in x and y
-  u32 scales;       // of the even entry in bits 0..7, of the odd one in bits 8..15
-};
+DEVICE bool is_fp8(int tile) { return BLOCK || tile >= OTHER_TILES; }
+DEVICE int lane_column() { return (int)((threadIdx.x / 32 % K_WARPS * 4 + (threadIdx.x & 3u)) * LANE_COLUMNS); }
 
-DEVICE u32 load_fp8(uint4& codes, const u8* all_codes, const u8* all_scales, int place, int lane) {
-  codes = load_l2((const uint4*)(all_codes + (i64)place * HEAD_DIM + 16 * lane));
-  return load_byte(all_scales + (i64)place * (HEAD_DIM / 32) + lane / 2);
-}
-DEVICE u32 load_fp4(uint4& codes, const u8* all_codes, const u8* all_scales, int place, int lane) {
-  uint2 half = load_l2((const uint2*)(all_codes + (i64)place * (HEAD_DIM / 2) + 8 * lane));
-  codes.x = half.x, codes.y = half.y;
-  return load_byte(all_scales + (i64)place * (HEAD_DIM / 16) + lane);
-}
-
-DEVICE void store_pair(u32* pair, const Raw& raw, bool is_fp8, int lane) {
-  // Odd slices start with their odd word: the eight lanes that store together then meet in no bank.
-  int slice = lane / 4, swap = slice & 1, word = 2 * (lane % 4);
-  if (is_fp8) {
-    u32 scales = (u32)max((int)(raw.scales & 255u) - 8, 0) << 7 | (u32)max((int)(raw.scales >> 8) - 8, 0) << 23;
-    uint4 even = raw.even, odd = raw.odd;
-    if (swap) even = make_uint4(even.z, even.w, even.x, even.y), odd = make_uint4(odd.z, odd.w, odd.x, odd.y);
-    *(uint4*)(pair + pair_word(slice, word + swap, 0)) = expand_fp8(even.x, odd.x, scales);
-    *(uint4*)(pair + pair_word(slice, word + swap, 1)) = expand_fp8(even.y, odd.y, scales);
-    *(uint4*)(pair + pair_word(slice, word + 1 - swap, 0)) = expand_fp8(even.z, odd.z, scales);
-    *(uint4*)(pair + pair_word(slice, word + 1 - swap, 1)) = expand_fp8(even.w, odd.w, scales);
-  } else {
-    u32 scales = multiply_bf16x2(e4m3x2_to_bf16x2(raw.scales), 0x7A807A80u);  // 2^118
-    u32 even0 = swap ? raw.even.y : raw.even.x, even1 = swap ? raw.even.x : raw.even.y;
-    u32 odd0 = swap ? raw.odd.y : raw.odd.x, odd1 = swap ? raw.odd.x : raw.odd.y;
-    *(uint4*)(pair + pair_word(slice, word + swap, 0)) = expand_fp4(permute_bytes(even0, odd0, 0x5410), scales);
-    *(uint4*)(pair + pair_word(slice, word + swap, 1)) = expand_fp4(permute_bytes(even0, odd0, 0x7632), scales);
-    *(uint4*)(pair + pair_word(slice, word + 1 - swap, 0)) = expand_fp4(permute_bytes(even1, odd1, 0x5410), scales);
-    *(uint4*)(pair + pair_word(slice, word + 1 - swap, 1)) = expand_fp4(permute_bytes(even1, odd1, 0x7632), scales);
+template <int WORDS> DEVICE void load_codes(u32* codes, const u8* from) {
+#pragma unroll
+  for (int i = 0; i < WORDS / 4; i++) {
+    uint4 v = load_l2((const uint4*)from + i);
+    codes[4 * i] = v.x, codes[4 * i + 1] = v.y, codes[4 * i + 2] = v.z, codes[4 * i + 3] = v.w;
+  }
+  if (WORDS % 4) {
+    uint2 v = load_l2((const uint2*)from);
+    codes[0] = v.x, codes[1] = v.y;
   }
 }
 
-// Which entries a row sees, in pairs: those of the window first, then the chosen ones (or the draft block's own).
+// Which entries a row sees.
 struct Visible {
-  int slot;
-  int first, count;        // positions of the window's entries
-  int window_pairs;
-  int others;              // chosen entries, or rows of the draft block
-  int complete;            // window entries of positions below this were there before the step
-  bool others_complete;
+  int first, count;  // positions of the window's entries
+  int complete;      // window entries of positions below this were there before the step
+  int others;        // chosen entries, or rows of the draft block
 };
 
-DEVICE Visible find_visible(const Attend& p, int row, int slot, int position) {
+// Load the warp's tiles of a chunk: entries whose place is `LATE`, or those whose place is not.
+DEVICE void load_entries(Raw (&raw)[TILES_OF_WARP], const Attend& p, const Shared& s, int rank, int chunk, bool late) {
+  const int column = lane_column();
+#pragma unroll
+  for (int i = 0; i < TILES_OF_WARP; i++) {
+    int tile = chunk * TILES + i * N_WARPS + warp_id() / K_WARPS, place = s.places[8 * tile + lane_id() / 4];
+    tile += rank * BLOCK_TILES;
+    if (!late) {
+#pragma unroll
+      for (int j = 0; j < LANE_COLUMNS / 4; j++) raw[i].codes[j] = 0;
+      raw[i].scales = 0;
+    }
+    if (place < 0 || ((place & LATE) != 0) != late) continue;
+    place &= LATE - 1;
+    if (is_fp8(tile)) {
+      bool own = BLOCK && tile < OTHER_TILES;
+      load_codes<LANE_COLUMNS / 4>(raw[i].codes, (own ? p.own_codes : p.window_codes) + (i64)place * HEAD_DIM + column);
+      raw[i].scales =
+          load_byte_l2((own ? p.own_scales : p.window_scales) + (i64)place * (HEAD_DIM / 32) + column / 32);
+    } else {
+      load_codes<LANE_COLUMNS / 8>(raw[i].codes, p.entry_codes + (i64)place * (HEAD_DIM / 2) + column / 2);
+      const u8* scales = p.entry_scales + (i64)place * (HEAD_DIM / 16) + column / 16;
+      raw[i].scales = N_WARPS == 2 ? load_l2((const u16*)scales) : load_byte_l2(scales) * 0x101u;
+    }
+  }
+}
+
+// ---- first product ------------------------------------------------------------------------------------------------
+
+// The lane's columns of q of heads l / 4 and l / 4 + 8, if they do not turn: as loaded, then as the product takes them.
+struct Query { u32 words[LANE_PIECES][4][2]; };
+
+DEVICE void load_query(Query& q, const bf16* row_q) {
+#pragma unroll
+  for (int z = 0; z < 2; z++) {
+    int head = lane_id() / 4 + 8 * z;
+    const uint4* from = (const uint4*)(row_q + head * HEAD_DIM + lane_column());
+#pragma unroll
+    for (int j = 0; j < LANE_PIECES; j++) {
+      bool straight = head < HEADS && lane_column() + 8 * j < TURNING;
+      uint4 w = straight ? load_l2(from + j) : make_uint4(0, 0, 0, 0);
+      q.words[j][0][z] = w.x, q.words[j][1][z] = w.y, q.words[j][2][z] = w.z, q.words[j][3][z] = w.w;
+    }
+  }
+}
+
+// The columns of q that turn, by all threads: loaded, and later rotated for all warps to read.
+constexpr int TURNS = (HEADS * ROPE / 4 + THREADS - 1) / THREADS;  // of four columns, for a thread
+struct Turning { uint2 words[TURNS]; };
+
+DEVICE void load_turning(Turning& turning, const bf16* row_q) {
+#pragma unroll
+  for (int n = 0; n < TURNS; n++) {
+    int i = (int)threadIdx.x + THREADS * n, head = i / (ROPE / 4), column = TURNING + i % (ROPE / 4) * 4;
+    if (head < HEADS) turning.words[n] = load_l2((const uint2*)(row_q + head * HEAD_DIM + column));
+  }
+}
+
+DEVICE void store_turning(Shared& s, const Turning& turning) {
+#pragma unroll
+  for (int n = 0; n < TURNS; n++) {
+    int i = (int)threadIdx.x + THREADS * n, head = i / (ROPE / 4), pair = i % (ROPE / 4) * 2;
+    if (head >= HEADS) continue;
+    float2 first = s.turns[pair], second = s.turns[pair + 1];
+    u32 low = rotate_pair(turning.words[n].x, first.x, first.y);
+    u32 high = rotate_pair(turning.words[n].y, second.x, second.y);
+    *(uint2*)&s.turned[head][pair] = make_uint2(low, high);
+  }
+}
+
+DEVICE void arrange_query(Query& q, const Shared& s) {
+#pragma unroll
+  for (int j = 0; j < LANE_PIECES; j++)
+#pragma unroll
+    for (int z = 0; z < 2; z++) {
+      uint4 w = make_uint4(q.words[j][0][z], q.words[j][1][z], q.words[j][2][z], q.words[j][3][z]);
+      int head = lane_id() / 4 + 8 * z, column = lane_column() + 8 * j - TURNING;
+      if (head < HEADS && column >= 0) w = *(const uint4*)&s.turned[head][column / 2];
+      q.words[j][0][z] = permute_bytes(w.x, w.z, 0x5410), q.words[j][1][z] = permute_bytes(w.x, w.z, 0x7632);
+      q.words[j][2][z] = permute_bytes(w.y, w.w, 0x5410), q.words[j][3][z] = permute_bytes(w.y, w.w, 0x7632);
+    }
+}
+
+// Entries become bf16, and the warp's part of the scores.
+DEVICE void score(Shared& s, const Query& q, const Raw (&raw)[TILES_OF_WARP], int rank, int chunk) {
+  int g = lane_id() / 4, quad = lane_id() % 4, k_warp = warp_id() % K_WARPS;
+#pragma unroll
+  for (int i = 0; i < TILES_OF_WARP; i++) {
+    int own = i * N_WARPS + warp_id() / K_WARPS, tile = rank * BLOCK_TILES + chunk * TILES + own;
+    bool fp8 = is_fp8(tile);
+    u32 scales = fp8 ? (min(raw[i].scales, 198u) + 56u) * 0x00800080u
+                     : multiply_bf16x2(e4m3x2_to_bf16x2(raw[i].scales), 0x5E805E80u);  // 2^62
+    // Four pieces a lane: lanes 2 and 3 of four store theirs in another order, or they would meet the others in banks.
+    u8* to = s.entries[8 * own + g] + lane_column() * 2;
+    int swap = N_WARPS == 2 ? quad & 2 : 0;
+    float even[4] = {0.0f, 0.0f, 0.0f, 0.0f}, odd[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+#pragma unroll
+    for (int j = 0; j < LANE_PIECES; j++) {
+      uint4 words = fp8 ? expand_fp8(raw[i].codes[2 * j], raw[i].codes[2 * j + 1], scales)
+                        : expand_fp4(raw[i].codes[j], permute_bytes(scales, 0, j < 2 ? 0x1010 : 0x3232));
+      *(uint4*)(to + 16 * (j ^ swap)) = words;
+      mma_bf16(even, q.words[j][0][0], q.words[j][0][1], q.words[j][1][0], q.words[j][1][1], words.x, words.y);
+      mma_bf16(odd, q.words[j][2][0], q.words[j][2][1], q.words[j][3][0], q.words[j][3][1], words.z, words.w);
+    }
+    *(float2*)&s.scores[k_warp][g][8 * own + 2 * quad] = make_float2(even[0] + odd[0], even[1] + odd[1]);
+    *(float2*)&s.scores[k_warp][g + 8][8 * own + 2 * quad] = make_float2(even[2] + odd[2], even[3] + odd[3]);
+    if (k_warp == 0 && quad == 0) s.bias[8 * own + g] = s.places[chunk * ENTRIES + 8 * own + g] < 0 ? never() : 0.0f;
+  }
+}
+
+// ---- softmax ------------------------------------------------------------------------------------------------------
+
+// Of the heads of a half warp: the maximum so far, and the lane's part of the sum.
+struct Running { float highest[HEAD_ROUNDS], total[HEAD_ROUNDS]; };
+
+// Halves of a warp have heads two apart: their scores lie in different banks.
+DEVICE int softmax_head(int round) {
+  int pair = warp_id() + WARPS * round;
+  return pair / 2 * 4 + pair % 2 + lane_id() / 16 * 2;
+}
+DEVICE bool has_heads(int round) {  // the same for the warp
+  int pair = warp_id() + WARPS * round;
+  return pair < 8 && pair / 2 * 4 + pair % 2 < HEADS;
+}
+DEVICE float half_warp_sum(float x) {
+#pragma unroll
+  for (int m = 8; m; m >>= 1) x += shuffle_xor(x, m);
+  return x;
+}
+
+// Probabilities of the chunk against the block's maximum so far; what they replace is scaled by `rescale`.
+DEVICE void soften(Shared& s, Running& running) {
+  int own = lane_id() % 16;
+#pragma unroll
+  for (int round = 0; round < HEAD_ROUNDS; round++) {
+    if (!has_heads(round)) continue;
+    int head = softmax_head(round);
+    float2 x[PAIRS_OF_LANE];
+    float highest = running.highest[round];
+#pragma unroll
+    for (int n = 0; n < PAIRS_OF_LANE; n++) {
+      int entry = 2 * own + 32 * n;
+      x[n] = make_float2(never(), never());
+      if (entry < ENTRIES) {
+        x[n] = *(const float2*)&s.scores[0][head][entry];
+#pragma unroll
+        for (int k = 1; k < K_WARPS; k++) {
+          float2 part = *(const float2*)&s.scores[k][head][entry];
+          x[n].x += part.x, x[n].y += part.y;
+        }
+        float2 bias = *(const float2*)&s.bias[entry];
+        x[n].x = x[n].x * (SCALE / KEPT) + bias.x, x[n].y = x[n].y * (SCALE / KEPT) + bias.y;
+      }
+      highest = fmaxf(highest, fmaxf(x[n].x, x[n].y));
+    }
+#pragma unroll
+    for (int m = 8; m; m >>= 1) highest = fmaxf(highest, shuffle_xor(highest, m));
+    float against = highest == never() ? 0.0f : highest, sum = 0.0f;
+#pragma unroll
+    for (int n = 0; n < PAIRS_OF_LANE; n++) {
+      float p0 = exp_fast(x[n].x - against), p1 = exp_fast(x[n].y - against);
+      int entry = 2 * own + 32 * n;
+      if (entry < ENTRIES) *(u32*)&s.probabilities[head][entry] = f32x2_to_bf16x2(p0, p1);
+      sum += p0 + p1;
+    }
+    float rescale = exp_fast(running.highest[round] - against);
+    running.total[round] = running.total[round] * rescale + sum;
+    running.highest[round] = highest;
+    if (CHUNKS > 1 && own == 0) s.rescale[head] = rescale;
+  }
+}
+
+// ---- second product -----------------------------------------------------------------------------------------------
+
+// d[t]: columns l % 4 and l % 4 + 4 of piece t of the warp's eight; head l / 4 in 0 and 1, head l / 4 + 8 in 2 and 3.
+struct Output { float d[8][4]; };
+
+DEVICE void accumulate(const Shared& s, Output& o, bool first) {
+  int lane = lane_id();
+  if (CHUNKS > 1 && !first) {
+    float low = s.rescale[lane / 4], high = s.rescale[lane / 4 + 8];
+#pragma unroll
+    for (int t = 0; t < 8; t++) o.d[t][0] *= low, o.d[t][1] *= low, o.d[t][2] *= high, o.d[t][3] *= high;
+  }
+  int swap = N_WARPS == 2 ? (warp_id() & 1) * 2 : 0;  // as `score` stored them
+  const bf16* p = &s.probabilities[lane % 16][lane / 16 * 8];
+  const u8* v = s.entries[lane % 16] + (8 * warp_id() + lane / 16) * 16;
+#pragma unroll
+  for (int group = 0; group < ENTRIES / 16; group++) {
+    u32 a[4];
+    load_matrices(a, p + 16 * group);
+#pragma unroll
+    for (int t = 0; t < 8; t += 2) {
+      u32 b[4];
+      load_matrices_transposed(b, v + group * 16 * ENTRY_BYTES + 16 * (t ^ swap));
+      mma_bf16(o.d[t], a[0], a[1], a[2], a[3], b[0], b[1]);
+      mma_bf16(o.d[t + 1], a[0], a[1], a[2], a[3], b[2], b[3]);
+    }
+  }
+}
+
+// The outputs of the lane's heads, to the block that stores them.
+DEVICE void send_output(Shared& s, const Output& o, int rank) {
+  int quad = lane_id() % 4, to = warp_id() / SLICES, slice = warp_id() % SLICES;
+  float highest[2] = {0.0f, 0.0f};
+#pragma unroll
+  for (int t = 0; t < 8; t++)
+#pragma unroll
+    for (int z = 0; z < 2; z++)
+      highest[z] = fmaxf(highest[z], fmaxf(fabsf(o.d[t][2 * z]), fabsf(o.d[t][2 * z + 1])));
+#pragma unroll
+  for (int m = 1; m < 4; m <<= 1)
+#pragma unroll
+    for (int z = 0; z < 2; z++) highest[z] = fmaxf(highest[z], shuffle_xor(highest[z], m));
+#pragma unroll
+  for (int z = 0; z < 2; z++) {
+    int head = lane_id() / 4 + 8 * z;
+    if (head >= HEADS) continue;
+    u32 exponent = max(as_bits(highest[z]) >> 23, 15u);  // 2^14 becomes the highest power of two that a value reaches
+    float scale = as_float((268u - exponent) << 23);
+    u32 words[8];
+#pragma unroll
+    for (int t = 0; t < 8; t++) words[t] = f32x2_to_f16x2(o.d[t][2 * z] * scale, o.d[t][2 * z + 1] * scale);
+    uint4* place = s.mail.outputs[rank][slice][head];
+    store_async(place + mail_piece(head, quad, 0), to, make_uint4(words[0], words[1], words[2], words[3]),
+                &s.outputs_are_here);
+    store_async(place + mail_piece(head, quad, 1), to, make_uint4(words[4], words[5], words[6], words[7]),
+                &s.outputs_are_here);
+    if (quad == 0)
+      store_async(&s.mail.scales[rank][slice][head], to, as_float(min(exponent + 50u, 254u) << 23),
+                  &s.outputs_are_here);
+  }
+}
+
+// Columns quad and quad + 4 of a piece, quad = l % 4, are divided, rotated back and stored; called by whole warps.
+DEVICE void store_output(const Attend& p, const Shared& s, bool wanted, u32 row, u32 head, u32 column, float x,
+                         float y) {
+  constexpr u32 HEADS_OF_GROUP = HEADS / OUT_GROUPS, PIECES = HEADS_OF_GROUP * HEAD_DIM / 8;
+  u32 own = f32x2_to_bf16x2(x, y), other = shuffle_xor(own, 1), odd = threadIdx.x & 1u;
+  // Odd lanes get both upper columns, even lanes both lower ones.
+  u32 pair = odd ? permute_bytes(other, own, 0x7632) : permute_bytes(own, other, 0x5410);
+  u32 first = (threadIdx.x & 3u) + 3u * odd;
+  if (!wanted) return;
+  if (column >= TURNING) {
+    float2 turn = s.turns[(column - TURNING + first) / 2];
+    pair = rotate_pair(pair, -turn.x, turn.y);
+  }
+  u32 piece = (head % HEADS_OF_GROUP * HEAD_DIM + column) / 8;
+  u32 tile = head / HEADS_OF_GROUP * ((p.rows + 7u) / 8) + row / 8;
+  *(u32*)(p.out + (u64)(tile * PIECES + piece) * 64 + row % 8 * 8 + first) = pair;
+}
+
+DEVICE float sink_part(float sink, float highest) { return sink == highest ? 1.0f : exp_fast(sink - highest); }
+
+// ---- the kernel ---------------------------------------------------------------------------------------------------
+
+// At most 128 registers: two blocks share a multiprocessor, or one block and the kernel before it.
+KERNEL(attend, Attend, THREADS, 2) {
+  Shared& s = *(Shared*)shared_memory();
+  const int row = (int)(blockIdx.x / SPLIT), rank = (int)(blockIdx.x % SPLIT), thread = (int)threadIdx.x;
+  launch_dependents();
+  bool waited = p.early == 0;
+  const bf16* row_q = p.q + (i64)row * HEADS * HEAD_DIM;
+  Query q;
+  Turning turning;
+  if (waited) {
+    wait_for_dependencies();
+    load_turning(turning, row_q);
+    load_query(q, row_q);
+  }
+  const int slot = load_l2(p.row_slot + row), position = load_l2(p.row_position + row);
+  if (slot < 0) {
+    if (!waited) wait_for_dependencies();
+    constexpr int PIECES = HEADS / OUT_GROUPS * HEAD_DIM / 8, OWN = COLUMNS / 8;
+    for (int i = thread; i < HEADS * OWN; i += THREADS) {
+      int head = i / OWN, group = head / (HEADS / OUT_GROUPS), tiles = (p.rows + 7) / 8;
+      int piece = head % (HEADS / OUT_GROUPS) * (HEAD_DIM / 8) + rank * OWN + i % OWN;
+      *(uint4*)(p.out + (((i64)group * tiles + row / 8) * PIECES + piece) * 64 + row % 8 * 8) = make_uint4(0, 0, 0, 0);
+    }
+    return;  // all blocks of the cluster
+  }
+
+  // Places of the entries.
   Visible v;
-  v.slot = slot;
-  int last = BLOCK ? load_l2(p.row_last + row) : position;
+  const int last = BLOCK ? load_l2(p.row_last + row) : position;
   v.first = max(0, last - WINDOW + 1);
   v.count = max(0, last + 1 - v.first);
-  v.window_pairs = (v.count + 1) / 2;
-  v.others = BLOCK ? BLOCK : p.chosen ? min(p.topk, (position + 1) / p.ratio) : 0;
-  v.others_complete = !BLOCK && p.early > 1;
-  v.complete = last + 1 - p.fresh;
-  if (!BLOCK && p.early) {  // the rows of a request are consecutive: how many stand in front of this one
+  v.complete = waited ? 0x7FFFFFFF : last + 1 - p.fresh;
+  v.others = BLOCK ? BLOCK : p.topk;
+  if (!BLOCK && !waited) {  // the rows of a request are consecutive: how many stand in front of this one
     int before = 0;
     for (u32 other = 0; !other; before += other ? lowest_bit(other) : 32) {
       int index = row - 1 - before - lane_id();
@@ -145,327 +417,140 @@ DEVICE Visible find_visible(const Attend& p, int row, int slot, int position) {
     }
     v.complete = position - before;
   }
-  return v;
-}
-
-// Expand this warp's pairs among first..end - 1 (pair `first` goes to place 0). Pass 0 takes those that are complete,
-// pass 1 the others, or all if there was no pass 0.
-DEVICE void expand(const Attend& p, Shared& s, const Visible& v, int row, int first, int end, int pass,
-                   bool two_passes) {
-  int lane = lane_id(), warp = warp_id();
-  int filled = (min(PAIRS, end - first) + 7) / 8 * 8;  // whole groups are multiplied
-  // Lane 2 k + e finds entry e of the warp's k-th pair.
-  int index = warp + WARPS * (lane / 2), pair = first + index, which = 2 * pair + lane % 2;
-  bool exists = lane < 2 * PAIRS_OF_WARP && index < PAIRS && pair < end, window = pair < v.window_pairs;
-  if (!window) which -= 2 * v.window_pairs;
-  exists = exists && which < (window ? v.count : v.others);
-  bool late = exists && (window ? v.first + which >= v.complete : !v.others_complete);
-  u32 late_lanes = ballot(two_passes && late);
-  bool mine = !two_passes || (pass == 1) == ((late_lanes >> (lane & ~1) & 3u) != 0);
-  int place = -1;
-  if (exists && mine) {
-    if (window) {
-      place = v.slot * p.ring + (v.first + which) % p.ring;
-    } else if (BLOCK) {
-      place = row - row % (BLOCK ? BLOCK : 1) + which;
-    } else {
-      int entry = load_l2(p.chosen + (i64)row * p.topk + which);
-      if (entry >= 0) {
-        int page = load_l2(p.page_table + (i64)v.slot * p.pages_per_slot + entry / p.entries_per_page);
-        place = page * p.entries_per_page + entry % p.entries_per_page;
-      }
-    }
-  }
-  if (mine && lane < 2 * PAIRS_OF_WARP && index < PAIRS) s.bias[2 * index + lane % 2] = place < 0 ? never() : 0.0f;
-
-  Raw raw[PAIRS_OF_WARP];
-#pragma unroll
-  for (int k = 0; k < PAIRS_OF_WARP; k++) {  // all loads before the first use
-    int even = shuffle(place, 2 * k), odd = shuffle(place, 2 * k + 1);
-    bool in_window = first + warp + WARPS * k < v.window_pairs;
-    raw[k].even = raw[k].odd = make_uint4(0, 0, 0, 0);
-    raw[k].scales = 0;
-    if (lane < HEAD_DIM / 16) {
-      if (BLOCK || in_window) {
-        const u8* codes = BLOCK && !in_window ? p.own_codes : p.window_codes;
-        const u8* scales = BLOCK && !in_window ? p.own_scales : p.window_scales;
-        if (even >= 0) raw[k].scales = load_fp8(raw[k].even, codes, scales, even, lane);
-        if (odd >= 0) raw[k].scales |= load_fp8(raw[k].odd, codes, scales, odd, lane) << 8;
-      } else {
-        if (even >= 0) raw[k].scales = load_fp4(raw[k].even, p.entry_codes, p.entry_scales, even, lane);
-        if (odd >= 0) raw[k].scales |= load_fp4(raw[k].odd, p.entry_codes, p.entry_scales, odd, lane) << 8;
-      }
-    }
-  }
-#pragma unroll
-  for (int k = 0; k < PAIRS_OF_WARP; k++) {
-    int to = warp + WARPS * k;
-    bool in_pass = !two_passes || (pass == 1) == ((late_lanes >> (2 * k) & 3u) != 0);
-    if (in_pass && to < filled && lane < HEAD_DIM / 16)
-      store_pair(s.pairs[to], raw[k], BLOCK || first + to < v.window_pairs, lane);
-  }
-}
-
-// The words of 8 columns of q that this lane multiplies: [slice][word lane % 4 or + 4][head lane / 4 or + 8].
-struct Query { uint4 words[SLICES][2][2]; };
-
-DEVICE int query_column(int slice, int y) {
-  return ((warp_id() % K_WARPS) * SLICES + slice) * 64 + (lane_id() % 4 + 4 * y) * 8;
-}
-
-DEVICE void load_query(Query& q, const bf16* row_q) {
-#pragma unroll
-  for (int slice = 0; slice < SLICES; slice++)
-#pragma unroll
-    for (int y = 0; y < 2; y++)
-#pragma unroll
-      for (int z = 0; z < 2; z++) {
-        int head = lane_id() / 4 + 8 * z;
-        const bf16* from = row_q + head * HEAD_DIM + query_column(slice, y);
-        q.words[slice][y][z] = head < HEADS ? load_l2((const uint4*)from) : make_uint4(0, 0, 0, 0);
-      }
-}
-
-DEVICE u32 rotate_packed(u32 pair, float sine, float cosine) {
-  float x = bf16x2_low(pair), y = bf16x2_high(pair);
-  rotate_pair(x, y, sine, cosine);
-  return f32x2_to_bf16x2(x, y);
-}
-
-// Rotate, and order the words as the first product takes them: lanes 2 and 3 of four read column pairs the other way
-// round (`score`), so that the four read different banks.
-DEVICE void arrange_query(Query& q, const Shared& s) {
-  bool swap = lane_id() % 4 >= 2;
-#pragma unroll
-  for (int slice = 0; slice < SLICES; slice++)
-#pragma unroll
-    for (int y = 0; y < 2; y++) {
-      int turn = (query_column(slice, y) - TURNING) / 2;
-#pragma unroll
-      for (int z = 0; z < 2; z++) {
-        uint4 w = q.words[slice][y][z];
-        if (query_column(slice, y) >= TURNING) {
-          w.x = rotate_packed(w.x, s.sine[turn], s.cosine[turn]);
-          w.y = rotate_packed(w.y, s.sine[turn + 1], s.cosine[turn + 1]);
-          w.z = rotate_packed(w.z, s.sine[turn + 2], s.cosine[turn + 2]);
-          w.w = rotate_packed(w.w, s.sine[turn + 3], s.cosine[turn + 3]);
+  bool choice_is_late = OTHERS && !BLOCK && !waited && p.early < 2;
+  auto find_places = [&](bool chosen_only) {
+#pragma unroll 1
+    for (int i = thread; i < PLACES; i += THREADS) {
+      int which = rank * BLOCK_TILES * 8 + i, place = -1;
+      if (i >= BLOCK_TILES * 8 || which >= ROW_TILES * 8) {
+        // behind the block's or the row's entries
+      } else if (which >= OTHER_TILES * 8) {
+        if (chosen_only) continue;
+        which -= OTHER_TILES * 8;
+        int at = v.first + which;
+        if (which < v.count) place = slot * p.ring + at - (int)multiply_high((u32)at, p.ring_inverse) * p.ring;
+        if (CHUNKS == 1 && which < v.count && at >= v.complete) place |= LATE;
+      } else if (BLOCK) {
+        if (which < v.others) place = (row - row % (BLOCK ? BLOCK : 1) + which) | (CHUNKS > 1 || waited ? 0 : LATE);
+      } else if (which < v.others && (which + 1) * p.ratio <= position + 1 && (chosen_only || !choice_is_late)) {
+        int entry = load_l2(p.chosen + (i64)row * p.topk + which);
+        if (entry >= 0) {
+          int page = (int)multiply_high((u32)entry, p.page_inverse), within = entry - page * p.entries_per_page;
+          place = load_l2(p.page_table + (i64)slot * p.pages_per_slot + page) * p.entries_per_page + within;
+          if (CHUNKS == 1 && chosen_only) place |= LATE;
         }
-        q.words[slice][y][z] = swap ? make_uint4(w.y, w.x, w.w, w.z) : w;
       }
+      s.places[i] = place;
     }
-}
-
-// This warp's part of the scores of `groups` groups of 16 entries.
-DEVICE void score(Shared& s, const Query& q, int groups) {
-  int lane = lane_id(), k_warp = warp_id() % K_WARPS, n_warp = warp_id() / K_WARPS;
-  int g = lane / 4, quad = lane % 4, swap = quad / 2;
-#pragma unroll
-  for (int i = 0; i < GROUPS_OF_WARP; i++) {
-    int group = i * N_WARPS + n_warp;
-    if (group >= groups) break;
-    float even[4] = {0.0f, 0.0f, 0.0f, 0.0f}, odd[4] = {0.0f, 0.0f, 0.0f, 0.0f};
-    const u32* pair = s.pairs[8 * group + g];
-#pragma unroll
-    for (int slice = 0; slice < SLICES; slice++)
-#pragma unroll
-      for (int y = 0; y < 2; y++)
-#pragma unroll
-        for (int half = 0; half < 2; half++) {
-          const u32* words = pair + pair_word(k_warp * SLICES + slice, quad + 4 * y, half);
-          uint2 b0 = *(const uint2*)(words + 2 * swap), b1 = *(const uint2*)(words + 2 - 2 * swap);
-          const uint4 &low = q.words[slice][y][0], &high = q.words[slice][y][1];
-          u32 a0 = half ? low.z : low.x, a1 = half ? high.z : high.x;
-          u32 a2 = half ? low.w : low.y, a3 = half ? high.w : high.y;
-          mma_bf16(even, a0, a1, a2, a3, permute_bytes(b0.x, b0.y, 0x5410), permute_bytes(b1.x, b1.y, 0x5410));
-          mma_bf16(odd, a0, a1, a2, a3, permute_bytes(b0.x, b0.y, 0x7632), permute_bytes(b1.x, b1.y, 0x7632));
-        }
-    *(float4*)&s.scores[k_warp][g][16 * group + 4 * quad] = make_float4(even[0], odd[0], even[1], odd[1]);
-    *(float4*)&s.scores[k_warp][g + 8][16 * group + 4 * quad] = make_float4(even[2], odd[2], even[3], odd[3]);
+  };
+  find_places(false);
+  if (SPLIT > 1 && thread == 0) {
+    barrier_init(&s.softmax_is_here, 1);
+    barrier_init(&s.outputs_are_here, 1);
+    barrier_init_fence();
+    barrier_expect(&s.softmax_is_here, SPLIT * HEADS * 8);
+    barrier_expect(&s.outputs_are_here, SPLIT * HEADS * SLICES * 132);
   }
-}
-
-// Probabilities of the chunk against the block's maximum so far; what they replace is scaled by `rescale`.
-DEVICE void soften(Shared& s, int entries, bool first) {
-  constexpr int EACH = (ENTRIES + 31) / 32;
-  int lane = lane_id();
-#pragma unroll
-  for (int i = 0; i < (HEADS + WARPS - 1) / WARPS; i++) {
-    int head = warp_id() + WARPS * i;
-    if (head >= HEADS) break;
-    float x[EACH], highest = never(), total = 0.0f;
-#pragma unroll
-    for (int n = 0; n < EACH; n++) {
-      int entry = lane + 32 * n;
-      x[n] = never();
-      if (entry < entries) {
-        x[n] = s.scores[0][head][entry];
-#pragma unroll
-        for (int k = 1; k < K_WARPS; k++) x[n] += s.scores[k][head][entry];
-        x[n] = x[n] * (256.0f * SCALE) + s.bias[entry];
-      }
-      highest = fmaxf(highest, x[n]);
-    }
-    float before = first ? never() : s.highest[head];
-    highest = fmaxf(before, warp_max(highest));
-    float against = highest == never() ? 0.0f : highest;
-#pragma unroll
-    for (int n = 0; n < EACH; n++) {
-      x[n] = exp_fast(x[n] - against);
-      total += x[n];
-      if (lane + 32 * n < ENTRIES) s.probabilities[head][lane + 32 * n] = f32_to_bf16(x[n]);
-    }
-    total = warp_sum(total);
-    if (lane == 0) {
-      float rescale = exp_fast(before - against);
-      s.total[head] = first ? total : s.total[head] * rescale + total;
-      s.highest[head] = highest;
-      s.rescale[head] = rescale;
-    }
-  }
-}
-
-// Output accumulators: columns 64 warp + 16 (lane % 4) + 0..7 are [0..7][0] (head lane / 4) and [..][2] (8 heads on),
-// the next eight columns [..][1] and [..][3].
-struct Output { float d[8][4]; };
-
-DEVICE void accumulate(const Shared& s, Output& o, int groups, bool first) {
-  int lane = lane_id(), g = lane / 4, quad = lane % 4;
-  if (!first) {
-    float low = s.rescale[g], high = g + 8 < HEADS ? s.rescale[(g + 8) & 15] : 0.0f;
-    if (g >= HEADS) low = 0.0f;
-#pragma unroll
-    for (int j = 0; j < 8; j++) o.d[j][0] *= low, o.d[j][1] *= low, o.d[j][2] *= high, o.d[j][3] *= high;
-  }
-  // With accumulators that live from chunk to chunk, this loop would spill if it were unrolled.
-#pragma unroll(ONE_CHUNK ? GROUPS_OF_16 : 1)
-  for (int group = 0; group < GROUPS_OF_16; group++) {
-    if (group >= groups) break;
-    const bf16* low = &s.probabilities[g][16 * group + 2 * quad];
-    const bf16* high = &s.probabilities[g + 8][16 * group + 2 * quad];
-    u32 a0 = *(const u32*)low, a1 = *(const u32*)high, a2 = *(const u32*)(low + 8), a3 = *(const u32*)(high + 8);
-#pragma unroll
-    for (int half = 0; half < 2; half++) {
-      uint4 b0 = *(const uint4*)(s.pairs[8 * group + quad] + pair_word(warp_id(), g, half));
-      uint4 b1 = *(const uint4*)(s.pairs[8 * group + quad + 4] + pair_word(warp_id(), g, half));
-      mma_bf16(o.d[4 * half], a0, a1, a2, a3, b0.x, b1.x);
-      mma_bf16(o.d[4 * half + 1], a0, a1, a2, a3, b0.y, b1.y);
-      mma_bf16(o.d[4 * half + 2], a0, a1, a2, a3, b0.z, b1.z);
-      mma_bf16(o.d[4 * half + 3], a0, a1, a2, a3, b0.w, b1.w);
-    }
-  }
-}
-
-// Eight columns of a head to the block that stores them.
-template <int PART> DEVICE void hand_over(Shared& s, const Output& o, int rank, int head, int column) {
-  if (head >= HEADS) return;
-  float* to = &s.gathered[rank][head][column % COLUMNS];
-  if (SPLIT > 1) to = cluster_map(to, column / COLUMNS);
-  *(float4*)to = make_float4(o.d[0][PART], o.d[1][PART], o.d[2][PART], o.d[3][PART]);
-  *(float4*)(to + 4) = make_float4(o.d[4][PART], o.d[5][PART], o.d[6][PART], o.d[7][PART]);
-}
-
-DEVICE bf16* output_place(const Attend& p, int row, int head, int column) {
-  constexpr int HEADS_OF_GROUP = HEADS / OUT_GROUPS, PIECES = HEADS_OF_GROUP * HEAD_DIM / 8;
-  int group = head / HEADS_OF_GROUP, k = head % HEADS_OF_GROUP * HEAD_DIM + column, tiles = (p.rows + 7) / 8;
-  return p.out + (((i64)group * tiles + row / 8) * PIECES + k / 8) * 64 + row % 8 * 8 + k % 8;
-}
-
-// At most 128 registers: two blocks share a multiprocessor, or one block and the kernel before it.
-KERNEL(attend, Attend, THREADS, 2) {
-  Shared& s = *(Shared*)shared_memory();
-  const int row = (int)blockIdx.x / SPLIT, rank = (int)blockIdx.x % SPLIT, thread = (int)threadIdx.x;
-  launch_dependents();
-  bool waited = p.early == 0;
-  if (waited) wait_for_dependencies();
-  int slot = load_l2(p.row_slot + row), position = load_l2(p.row_position + row);
-  if (slot < 0) {
-    if (!waited) wait_for_dependencies();
-    for (int i = thread; i < HEADS * COLUMNS / 4; i += THREADS)
-      *(uint2*)output_place(p, row, i / (COLUMNS / 4), rank * COLUMNS + i % (COLUMNS / 4) * 4) = make_uint2(0, 0);
-    return;  // all blocks of the cluster
-  }
-  Visible v = find_visible(p, row, slot, position);
-  int pairs = v.window_pairs + (v.others + 1) / 2, each = (pairs + SPLIT - 1) / SPLIT;
-  int begin = min(rank * each, pairs), end = min(begin + each, pairs);
-
   for (int i = thread; i < ROPE / 2; i += THREADS)
-    sincos_accurate((float)position * p.frequencies[i], &s.sine[i], &s.cosine[i]);
-  if (thread < 16) s.sink[thread] = thread < HEADS ? p.sink[thread] : 0.0f;
-  for (int i = thread + HEADS * PROBABILITIES; i < 16 * PROBABILITIES; i += THREADS)
-    s.probabilities[i / PROBABILITIES][i % PROBABILITIES] = 0;  // rows that are no heads
+    sincos_of((float)position * p.frequencies[i], s.turns[i].x, s.turns[i].y);
+  if (thread < HEADS) s.sink[thread] = p.sink[thread];
+  sync_block();
 
-  Query q;
+  Raw raw[TILES_OF_WARP];
+  if (CHUNKS == 1) load_entries(raw, p, s, rank, 0, false);
+  if (!waited) {
+    wait_for_dependencies();
+    load_turning(turning, row_q);
+    load_query(q, row_q);
+    if (choice_is_late) {
+      find_places(true);
+      sync_block();
+    }
+    if (CHUNKS == 1) load_entries(raw, p, s, rank, 0, true);
+  }
+  if (CHUNKS > 1) load_entries(raw, p, s, rank, 0, false);
+  store_turning(s, turning);
+  sync_block();
+  arrange_query(q, s);
+
   Output o;
 #pragma unroll
-  for (int j = 0; j < 8; j++) o.d[j][0] = o.d[j][1] = o.d[j][2] = o.d[j][3] = 0.0f;
-#pragma unroll 1
-  for (int chunk = begin; chunk < end; chunk += PAIRS) {
-    bool first = chunk == begin, two_passes = !waited;
-    int groups = (min(PAIRS, end - chunk) + 7) / 8;
-    if (!first) sync_block();  // the products with the entries before are done
-#pragma unroll 1
-    for (int pass = waited ? 1 : 0; pass < 2; pass++) {
-      if (pass && !waited) wait_for_dependencies();
-      waited = waited || pass;
-      if (pass && first) load_query(q, p.q + (i64)row * HEADS * HEAD_DIM);
-      expand(p, s, v, row, chunk, end, pass, two_passes);
-    }
-    sync_block();
-    if (first) arrange_query(q, s);
-    score(s, q, groups);
-    sync_block();
-    soften(s, 16 * groups, first);
-    // Scores are read for the last time: from here on other blocks may put their outputs in their place.
-    if (SPLIT > 1 && chunk + PAIRS >= end) cluster_arrive();
-    sync_block();
-    accumulate(s, o, groups, first);
-    if (ONE_CHUNK) break;  // told to the compiler: nothing lives from one chunk to the next
-  }
-  if (!waited) wait_for_dependencies();
-
-  if (SPLIT > 1) {
-    if (begin >= end) cluster_arrive();
-    cluster_wait();
-  }
-  int g = lane_id() / 4, column = 64 * warp_id() + 16 * (lane_id() % 4);
-  hand_over<0>(s, o, rank, g, column);
-  hand_over<1>(s, o, rank, g, column + 8);
-  hand_over<2>(s, o, rank, g + 8, column);
-  hand_over<3>(s, o, rank, g + 8, column + 8);
-  for (int i = thread; i < 32 * SPLIT; i += THREADS) {
-    int head = i % 16;
-    bool any = begin < end && head < HEADS;
-    float* to = i & 16 ? &s.gathered_total[rank][head] : &s.gathered_highest[rank][head];
-    if (SPLIT > 1) to = cluster_map(to, i / 32);
-    *to = i & 16 ? (any ? s.total[head] : 0.0f) : (any ? s.highest[head] : never());
-  }
-  if (SPLIT > 1) cluster_sync();
-  else sync_block();
-
-  for (int i = thread; i < HEADS * COLUMNS / 4; i += THREADS) {
-    int head = i / (COLUMNS / 4), own = i % (COLUMNS / 4) * 4, to = rank * COLUMNS + own;
-    float highest = s.sink[head], x[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+  for (int t = 0; t < 8; t++) o.d[t][0] = o.d[t][1] = o.d[t][2] = o.d[t][3] = 0.0f;
+  Running running;
 #pragma unroll
-    for (int r = 0; r < SPLIT; r++) highest = fmaxf(highest, s.gathered_highest[r][head]);
-    uint2 packed = make_uint2(0, 0);
-    if (highest != never()) {  // else there is neither an entry nor a sink
-      float total = s.sink[head] == highest ? 1.0f : exp_fast(s.sink[head] - highest);
+  for (int round = 0; round < HEAD_ROUNDS; round++) running.highest[round] = never(), running.total[round] = 0.0f;
+#pragma unroll 1
+  for (int chunk = 0; chunk < CHUNKS; chunk++) {
+    score(s, q, raw, rank, chunk);
+    if (chunk + 1 < CHUNKS) load_entries(raw, p, s, rank, chunk + 1, false);
+    sync_block();
+    soften(s, running);
+    // Scores are read for the last time: from here on other blocks may put their outputs in their place.
+    if (SPLIT > 1 && chunk == CHUNKS - 1) cluster_arrive_relaxed();
+    sync_block();
+    accumulate(s, o, chunk == 0);
+    if (N_WARPS > 1 && chunk < CHUNKS - 1) sync_block();  // or else a warp expands only what it multiplies itself
+    if (CHUNKS == 1) break;  // told to the compiler: nothing lives from one chunk to the next
+  }
+
+  if (SPLIT > 1) cluster_wait();
+#pragma unroll
+  for (int round = 0; round < HEAD_ROUNDS; round++) {
+    if (!has_heads(round)) continue;
+    int head = softmax_head(round), to = lane_id() % 16;
+    float2 value = make_float2(running.highest[round], half_warp_sum(running.total[round]));
+    if (head >= HEADS) continue;
+    if (SPLIT == 1 && to == 0) s.softmax[head] = value;
+    if (SPLIT > 1 && to < SPLIT) store_async(&s.mail.softmax[rank][head], to, value, &s.softmax_is_here);
+  }
+  if (SPLIT > 1) send_output(s, o, rank);
+  if constexpr (SPLIT == 1) {
+    sync_block();
+#pragma unroll
+    for (int z = 0; z < 2; z++) {
+      int head = lane_id() / 4 + 8 * z;
+      bool wanted = head < HEADS;
+      float2 own = wanted ? s.softmax[head] : make_float2(0.0f, 0.0f);
+      float sink = wanted ? s.sink[head] : 0.0f, highest = fmaxf(own.x, sink);
+      float factor = exp_fast(own.x - highest);
+      factor *= (1.0f / KEPT) / (own.y * factor + sink_part(sink, highest));
+      if (highest == never()) factor = 0.0f;  // neither an entry nor a sink
+#pragma unroll
+      for (int t = 0; t < 8; t++) {
+        int column = 64 * warp_id() + 8 * t;
+        store_output(p, s, wanted, row, head, column, o.d[t][2 * z] * factor, o.d[t][2 * z + 1] * factor);
+      }
+    }
+  } else {
+    barrier_wait(&s.softmax_is_here, 0);
+    constexpr u32 ITEMS = HEADS * COLUMNS / 4;
+    for (u32 i = threadIdx.x & ~31u; i < ITEMS; i += THREADS) {
+      u32 item = min(i + (threadIdx.x & 31u), ITEMS - 1), quad = threadIdx.x & 3u;
+      bool wanted = ITEMS % 32 == 0 || i + (threadIdx.x & 31u) == item;
+      u32 pieces = item / 4 % 4, head = item / 16 % HEADS, slice = item / 16 / HEADS;
+      float highest = s.sink[head], total = 0.0f, factor[SPLIT];
+#pragma unroll
+      for (int r = 0; r < SPLIT; r++) highest = fmaxf(highest, s.mail.softmax[r][head].x);
+      float against = highest == never() ? 0.0f : highest;
 #pragma unroll
       for (int r = 0; r < SPLIT; r++) {
-        float factor = exp_fast(s.gathered_highest[r][head] - highest);
-        float4 part = *(const float4*)&s.gathered[r][head][own];
-        total += s.gathered_total[r][head] * factor;
-        x[0] += part.x * factor, x[1] += part.y * factor, x[2] += part.z * factor, x[3] += part.w * factor;
+        factor[r] = exp_fast(s.mail.softmax[r][head].x - against);
+        total += s.mail.softmax[r][head].y * factor[r];
       }
+      float inverse = highest == never() ? 0.0f : 1.0f / (total + sink_part(s.sink[head], highest));
+      if (i < THREADS) barrier_wait(&s.outputs_are_here, 0);
+      float x[4] = {0.0f, 0.0f, 0.0f, 0.0f};
 #pragma unroll
-      for (int j = 0; j < 4; j++) x[j] = round_bf16(x[j] * 256.0f / total);
-      if (to >= TURNING) {
-        int turn = (to - TURNING) / 2;
-        rotate_pair(x[0], x[1], -s.sine[turn], s.cosine[turn]);
-        rotate_pair(x[2], x[3], -s.sine[turn + 1], s.cosine[turn + 1]);
+      for (int r = 0; r < SPLIT; r++) {
+        const uint4* place = &s.mail.outputs[r][slice][head][mail_piece(head, quad, pieces / 2)];
+        uint2 part = ((const uint2*)place)[pieces % 2];
+        float by = factor[r] * s.mail.scales[r][slice][head];
+        x[0] += as_float(f16x2_to_f32_low(part.x)) * by, x[1] += as_float(f16x2_to_f32_high(part.x)) * by;
+        x[2] += as_float(f16x2_to_f32_low(part.y)) * by, x[3] += as_float(f16x2_to_f32_high(part.y)) * by;
       }
-      packed = make_uint2(f32x2_to_bf16x2(x[0], x[1]), f32x2_to_bf16x2(x[2], x[3]));
+      u32 column = rank * COLUMNS + slice * 64 + pieces * 16;
+      store_output(p, s, wanted, row, head, column, x[0] * inverse, x[1] * inverse);
+      store_output(p, s, wanted, row, head, column + 8, x[2] * inverse, x[3] * inverse);
     }
-    *(uint2*)output_place(p, row, head, to) = packed;
   }
 }

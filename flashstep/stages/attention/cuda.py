@@ -7,8 +7,9 @@ the normed latent; `attend` is the rotation of `project_q`, `attend`, and the ro
 Numerics of `attend`: scores, softmax and sums in float32; probabilities are rounded to bf16 against the maximum of a
 part of the entries instead of the row's, and scaled in float32 afterwards. Either rounding moves a probability by at
 most 2^-9 of itself, so the result stays within 2^-8 (sum_j p_j |v_j|) / (sum_j p_j + sink) of the reference, before
-the two roundings of the output to bf16 which both share. A row's bits depend on the number of blocks that share a row,
-hence on the row count of the launch, and on nothing else of the other rows.
+the two roundings of the output to bf16 which both share; blocks that share a row exchange their parts as f16, which
+adds a sixteenth of that. A row's bits depend on the number of blocks that share a row, hence on the row count of the
+launch, and on nothing else of the other rows.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from flashstep.ops import Rope
 
 MAX_LAYERS = 4  # of one `write_window`
 MAX_HEADS = 16  # of a rank: rows of one product
+MAX_ENTRIES = 80  # of a chunk: more do not leave shared memory for the kernel before
 MULTIPROCESSORS = 132  # of an H200; only speed depends on it
 
 ATTEND = jit.Source(
@@ -42,6 +44,7 @@ ATTEND = jit.Source(
                 ("window_codes", "const u8*"),
                 ("window_scales", "const u8*"),
                 ("ring", "int"),
+                ("ring_inverse", "u32"),
                 ("frequencies", "const float*"),
                 ("sink", "const float*"),
                 ("out", "bf16*"),
@@ -51,6 +54,7 @@ ATTEND = jit.Source(
                 ("entry_codes", "const u8*"),
                 ("entry_scales", "const u8*"),
                 ("entries_per_page", "int"),
+                ("page_inverse", "u32"),
                 ("page_table", "const i32*"),
                 ("pages_per_slot", "int"),
                 ("row_last", "const i32*"),
@@ -197,23 +201,26 @@ class Split:
     entries: int
 
 
-def plan(rows: int, pairs: int, head_dim: int) -> Split:
-    """The split for `rows` rows that see up to `pairs` pairs of entries each.
+def plan(rows: int, tiles: int, head_dim: int) -> Split:
+    """The split for `rows` rows that see up to `tiles` tiles of entries each.
 
-    As many blocks a row as keep the launch within two blocks a multiprocessor, but none with less than two groups of
-    16 entries. A block that has its multiprocessor to itself takes its whole part at once if it is at most 80.
+    As many blocks a row as keep the launch within three blocks a multiprocessor or have at most six tiles each, but
+    none with less than four tiles or less than 64 columns of the output. A block takes its whole part at once if it is
+    at most 80 entries; of several parts more than 32 at a time would not leave it the registers.
     """
+    warps = head_dim // 64
     blocks = 8
-    while blocks > 1 and (rows * blocks > 2 * MULTIPROCESSORS or pairs < 16 * blocks):
+    while blocks > 1 and (
+        tiles < 4 * blocks or warps % blocks or (rows * blocks > 3 * MULTIPROCESSORS and tiles > 6 * blocks)
+    ):
         blocks //= 2
-    whole = -(-2 * -(-pairs // blocks) // 16) * 16
-    limit = 80 if rows * blocks <= MULTIPROCESSORS else 64
-    return Split(blocks, min(whole, limit, 32 * (head_dim // 64)))  # a lane looks up at most one entry of a chunk
+    whole = -(-tiles // blocks // 2) * 16
+    return Split(blocks, whole if whole <= MAX_ENTRIES else 32)
 
 
-def count_pairs(window: int, others: int) -> int:
-    """Pairs of entries that a row sees at most; a pair does not mix the window with other entries."""
-    return -(-window // 2) - (-others // 2)
+def count_tiles(window: int, others: int) -> int:
+    """Tiles of 8 entries that a row sees at most; a tile does not mix the window with other entries."""
+    return -(-window // 8) - (-others // 8)
 
 
 def attend_constants(
@@ -224,24 +231,36 @@ def attend_constants(
     others: entries of a row outside the window, at most. block: 0, or the rows of a draft block.
     """
     warps = head_dim // 64
-    k_warps = max(warps // 2, 1)
-    scores = split.entries + (0 if split.entries % 32 == 16 else 16)
-    shared = split.entries // 2 * (head_dim + 8) * 4
-    shared += 4 * max(k_warps * 16 * scores, split.blocks * heads * (head_dim // split.blocks + 4))
-    shared += 32 * (split.entries + 8) + 4 * split.entries + 4 * 64 + 128 * split.blocks + 4 * rope
+    tile_warps = 1 if warps % 2 else 2  # that share the tiles of a slice of the columns in the first product
+    k_warps, slices = warps // tile_warps, warps // split.blocks
+    tiles = -(-count_tiles(window, others) // split.blocks)
+    places = -(-8 * tiles // split.entries) * split.entries
+    scores = 4 * k_warps * 16 * (split.entries + 8)
+    mail = split.blocks * heads * (132 * slices + 8)
+    shared = split.entries * (2 * head_dim + 16) + max(scores, mail + 16)
+    shared += max(32 * (split.entries + 8), 2 * heads * rope)
+    shared += 4 * split.entries + 4 * places + 64 + 128 + 4 * rope + 64 + 64
     return {
         "HEADS": heads,
         "HEAD_DIM": head_dim,
         "ROPE": rope,
         "OUT_GROUPS": out_groups,
         "WINDOW": window,
+        "OTHERS": others,
         "BLOCK": block,
-        "MAX_PAIRS": count_pairs(window, others),
         "SPLIT": split.blocks,
         "ENTRIES": split.entries,
+        "N_WARPS": tile_warps,
         "SCALE": torch.tensor(head_dim**-0.5).item(),  # as float32 holds it
         "SHARED": -(-shared // 16) * 16,
     }
+
+
+def _inverse(divisor: int) -> int:
+    """The high half of a 32-bit product with it is the quotient, of numbers up to 2^32 / divisor."""
+    if divisor < 2:
+        raise ValueError(f"rings and pages of {divisor} entries: at least 2")
+    return -(-(2**32) // divisor)
 
 
 def attend(
@@ -283,7 +302,7 @@ def attend(
         if tuple(tensor.shape) != shape:
             raise ValueError(f"{name} has the shape {tuple(tensor.shape)}: expected {shape}")
     others = block.size if block else chosen.entries.shape[-1] if chosen else 0
-    split = split or plan(rows, count_pairs(window, others), head_dim)
+    split = split or plan(rows, count_tiles(window, others), head_dim)
     size = block.size if block else 0
     constants = attend_constants(heads, head_dim, 2 * frequencies.numel(), out.shape[0], window, others, size, split)
     launch = ATTEND.build(q.device, **constants).launch(
@@ -301,6 +320,7 @@ def attend(
         window_codes=window_codes,
         window_scales=window_scales,
         ring=window_codes.shape[1],
+        ring_inverse=_inverse(window_codes.shape[1]),
         frequencies=frequencies,
         sink=sink,
         out=out,
@@ -310,6 +330,7 @@ def attend(
         entry_codes=chosen.codes if chosen else None,
         entry_scales=chosen.scales if chosen else None,
         entries_per_page=chosen.codes.shape[1] if chosen else 1,
+        page_inverse=_inverse(chosen.codes.shape[1]) if chosen else 0,
         page_table=chosen.page_table if chosen else None,
         pages_per_slot=chosen.page_table.shape[-1] if chosen else 0,
         row_last=block.last if block else None,
@@ -323,7 +344,7 @@ def attend(
 # The released model on four ranks: backbone layers with and without chosen entries, draft layers.
 SOURCES: list[tuple[jit.Source, dict[str, jit.Constant]]] = [
     *(
-        (ATTEND, attend_constants(16, 512, 64, 2, 128, others, block, plan(rows, count_pairs(128, others), 512)))
+        (ATTEND, attend_constants(16, 512, 64, 2, 128, others, block, plan(rows, count_tiles(128, others), 512)))
         for rows, others, block in ((6, 512, 0), (48, 512, 0), (192, 512, 0), (6, 0, 0), (5, 5, 5), (160, 5, 5))
     ),
     (WINDOW, {"HEAD_DIM": 512, "ROPE": 64, "LAYERS": 1}),

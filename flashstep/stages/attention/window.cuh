@@ -43,11 +43,26 @@ DEVICE WindowConstants window_constants(const WindowWrite& w) {
   return c;
 }
 
-// (x, y) turned by the angle whose sine and cosine are given, rounded to bf16.
-DEVICE void rotate_pair(float& x, float& y, float sine, float cosine) {
-  float turned = x * cosine - y * sine;
-  y = round_bf16(x * sine + y * cosine);
-  x = round_bf16(turned);
+// Sine and cosine of an angle >= 0. Multiples of pi / 2 are taken off in double, exactly up to angles of 3 million: the
+// library's sincosf has a slow path for large angles, whose local memory costs even where it is not taken.
+DEVICE void sincos_of(float angle, float& sine, float& cosine) {
+  double quarters = (double)angle * 0.63661977236758134 + 6755399441055744.0;  // 1.5 * 2^52: rounds to an integer
+  quarters -= 6755399441055744.0;
+  // pi / 2 as a number of 32 bits, and the rest.
+  float x = (float)(((double)angle - quarters * 1.5707963267341256) - quarters * 6.0771005065061922e-11), xx = x * x;
+  float s = x + x * xx * (-0.16666654611f + xx * (8.3321608736e-3f + xx * -1.9515295891e-4f));
+  float c = xx * xx * (4.166664568298827e-2f + xx * (-1.388731625493765e-3f + xx * 2.443315711809948e-5f));
+  c = 1.0f - 0.5f * xx + c;
+  int quarter = (int)(i64)quarters & 3;
+  sine = quarter & 1 ? c : s, cosine = quarter & 1 ? s : c;
+  if (quarter & 2) sine = -sine;
+  if ((quarter + 1) & 2) cosine = -cosine;
+}
+
+// A pair of bf16 turned by the angle whose sine and cosine are given, rounded to bf16.
+DEVICE u32 rotate_pair(u32 pair, float sine, float cosine) {
+  float x = bf16x2_low(pair), y = bf16x2_high(pair);
+  return f32x2_to_bf16x2(x * cosine - y * sine, x * sine + y * cosine);
 }
 
 // `scratch`: WINDOW_SCRATCH bytes, free again behind the next sync_block of the caller.
@@ -69,8 +84,8 @@ DEVICE void write_window(const WindowWrite& w, const WindowConstants& c, int row
   }
   float sine[2] = {0.0f, 0.0f}, cosine[2] = {1.0f, 1.0f};
   if (holds && turning >= 0) {  // while the latent is on its way
-    sincos_accurate((float)position * c.frequency[0], &sine[0], &cosine[0]);
-    sincos_accurate((float)position * c.frequency[1], &sine[1], &cosine[1]);
+    sincos_of((float)position * c.frequency[0], sine[0], cosine[0]);
+    sincos_of((float)position * c.frequency[1], sine[1], cosine[1]);
   }
   float sum = warp_sum((x[0] * x[0] + x[1] * x[1]) + (x[2] * x[2] + x[3] * x[3]));
   if (warp_id() < WARPS && lane_id() == 0) sums[warp_id()] = sum;
@@ -81,14 +96,13 @@ DEVICE void write_window(const WindowWrite& w, const WindowConstants& c, int row
   for (int i = 1; i < WARPS; i++) sum += sums[i];
   float inverse = 1.0f / sqrtf(sum * (1.0f / HEAD_DIM) + w.eps);
 
-  x[0] = round_bf16(bf16x2_low(c.norm.x) * x[0] * inverse);
-  x[1] = round_bf16(bf16x2_high(c.norm.x) * x[1] * inverse);
-  x[2] = round_bf16(bf16x2_low(c.norm.y) * x[2] * inverse);
-  x[3] = round_bf16(bf16x2_high(c.norm.y) * x[3] * inverse);
+  u32 low = f32x2_to_bf16x2(bf16x2_low(c.norm.x) * x[0] * inverse, bf16x2_high(c.norm.x) * x[1] * inverse);
+  u32 high = f32x2_to_bf16x2(bf16x2_low(c.norm.y) * x[2] * inverse, bf16x2_high(c.norm.y) * x[3] * inverse);
   if (holds && turning >= 0) {
-    rotate_pair(x[0], x[1], sine[0], cosine[0]);
-    rotate_pair(x[2], x[3], sine[1], cosine[1]);
+    low = rotate_pair(low, sine[0], cosine[0]);
+    high = rotate_pair(high, sine[1], cosine[1]);
   }
+  x[0] = bf16x2_low(low), x[1] = bf16x2_high(low), x[2] = bf16x2_low(high), x[3] = bf16x2_high(high);
 
   float amax = fmaxf(fmaxf(fabsf(x[0]), fabsf(x[1])), fmaxf(fabsf(x[2]), fabsf(x[3])));
 #pragma unroll

@@ -1,15 +1,16 @@
 // The boundary between two sublayers in one kernel: sum over ranks, expansion into the residual copies, Engram,
 // taps for the draft, collapse, norm, quantization (reference.py; the order of model.py).
 //
-// A cluster of CLUSTER blocks works on one row, each on HIDDEN / CLUSTER columns; a thread holds PIECES x 4 columns
-// of every copy in registers from the first load to the last store. What needs whole rows (sums of squares, the
-// Engram's products) is exchanged through distributed shared memory. Meanwhile one more warp adds the slices of the
-// mixes and runs Sinkhorn on them.
+// A cluster of CLUSTER blocks works on a row, each on HIDDEN / CLUSTER columns; a thread holds PIECES x 4 columns of
+// every copy in registers from the first load to the last store. What needs whole rows (sums of squares, the Engram's
+// products) is exchanged through distributed shared memory. With more rows than clusters, a cluster takes ROWS of them
+// one after another. For each row one more warp adds the slices of the mixes and runs Sinkhorn on them, all at once
+// and, where it may, before the wait: that is the longest chain of latencies here.
 //
 // Where the rows come from is compiled in (SOURCE): the embedding, a sublayer's output, or main_proj's output (MAIN:
 // no copies, sum and norm only). What is written is what has a pointer.
 //
-// Compiled with HIDDEN, HC, THREADS, SHARED_BYTES, CLUSTER, PIECES, WORLD, SOURCE, ENGRAM, SLICES, MIXES_EARLY,
+// Compiled with HIDDEN, HC, THREADS, SHARED_BYTES, CLUSTER, PIECES, ROWS, WORLD, SOURCE, ENGRAM, SLICES, MIXES_EARLY,
 // SINKHORN_ITERATIONS, HC_EPS, NORM_EPS, TAP_COLUMNS.
 #include "common.cuh"
 
@@ -24,15 +25,20 @@ constexpr int OUTPUTS = (2 + HC) * HC;
 constexpr int RECORD = 28;
 static_assert(HIDDEN % (32 * CLUSTER) == 0, "a block holds whole scale groups");
 static_assert(COLUMNS % (4 * PIECES) == 0 && WORKERS % 8 == 0, "the 8 threads of a scale group are in one warp");
-static_assert(THREADS == 32 * (WORKER_WARPS + (SOURCE == FROM_SUBLAYER)), "one more warp for the mixes");
+static_assert(THREADS == 32 * (WORKER_WARPS + (SOURCE == FROM_SUBLAYER ? ROWS : 0)), "a warp for the mixes of a row");
 
-constexpr int EXCHANGED = ENGRAM ? 3 * HC : 1;  // sums exchanged at once, at most
+constexpr int SLOTS = CLUSTER * WORKER_WARPS;  // parts of a sum over a row
+// 64 registers a thread, so that kernels before and behind find room, and 128 where the Engram needs them.
+constexpr int BLOCKS_PER_SM = THREADS <= (ENGRAM ? 256 : 512) ? (ENGRAM ? 512 : 1024) / THREADS : 1;
 
+struct Coefficients { float pre[HC], post[HC], comb[HC][HC]; };
 struct Shared {
-  float pre[HC], post[HC], comb[HC][HC];
-  float sums[2][EXCHANGED][CLUSTER * WORKER_WARPS];  // two exchanges: the Engram's and the norm's
+  alignas(16) float sums[2][ENGRAM ? 3 * HC : 1][SLOTS];  // exchanges take turns
+  alignas(8) u64 arrived[2];                              // what other blocks add to the sums
+  u64 ready[ROWS];                                        // the coefficients of a row
+  Coefficients coefficients[ROWS];
 };
-static_assert(sizeof(Shared) == SHARED_BYTES, "what the launch asks for");
+static_assert(sizeof(Shared) <= SHARED_BYTES, "what the launch asks for");
 
 // Wait until every rank's slab of the row is in this rank's mailbox: at one process per device, when the kernel that
 // wrote them is complete.
@@ -58,18 +64,19 @@ DEVICE uint2 pack(const Four& f) {
 
 // One warp: the slices of a row in order, then pre, post and comb.
 //
-// comb is kept as r_i K_ij c_j. In every four lanes, lane i holds row i and column i of K, its own r_i and c_i, and
-// reads those of its neighbours; element m of its row (column) stands in column (row) i ^ m.
-DEVICE void mixing(const Boundary& p, int row, Shared& s) {
+// comb is kept as K_ij / (r_i c_j). In every four lanes, lane i holds row i and column i of K, its own r_i and c_i and
+// their reciprocals, and reads those of its neighbours; element m of its row (column) stands in column (row) i ^ m.
+// Dividing column j by its sum plus eps makes c_j of sum_i K_ij / r_i + eps c_j.
+DEVICE void mixing(const Boundary& p, int row, Coefficients& to) {
   int lane = lane_id(), i = lane & 3;
   int output = lane < OUTPUTS ? lane : OUTPUTS;
   float base = lane < OUTPUTS ? p.mix_base[lane] : 0.0f;
   float scale = p.mix_scale[lane < HC ? 0 : lane < 2 * HC ? 1 : 2];
   if (!MIXES_EARLY) wait_for_dependencies();
-  const float* record = p.mixes + (i64)row * RECORD + output;
+  const float* record = p.mixes + (i64)row * (SLICES * RECORD) + output;
   float parts[SLICES];
 #pragma unroll
-  for (int slice = 0; slice < SLICES; ++slice) parts[slice] = load_l2(record + (i64)slice * p.rows * RECORD);
+  for (int slice = 0; slice < SLICES; ++slice) parts[slice] = load_l2(record + slice * RECORD);
   bool active = p.row_slot == nullptr || load_l2(p.row_slot + row) >= 0;
   float total = 0.0f;
 #pragma unroll
@@ -78,8 +85,8 @@ DEVICE void mixing(const Boundary& p, int row, Shared& s) {
   float squares = shuffle(total, OUTPUTS);
   float z = fmaf(total * rsqrtf(squares * (1.0f / (HC * HIDDEN)) + NORM_EPS), scale, base);
   float gate = sigmoid(z);
-  if (lane < HC) s.pre[lane] = gate + HC_EPS;
-  if (HC <= lane && lane < 2 * HC) s.post[lane - HC] = 2.0f * gate;
+  if (lane < HC) to.pre[lane] = gate + HC_EPS;
+  if (HC <= lane && lane < 2 * HC) to.post[lane - HC] = 2.0f * gate;
 
   float along[HC], across[HC];
 #pragma unroll
@@ -92,43 +99,58 @@ DEVICE void mixing(const Boundary& p, int row, Shared& s) {
   for (int m = 0; m < HC; ++m) along[m] = divide_fast(along[m], sum) + HC_EPS;
 #pragma unroll
   for (int m = 0; m < HC; ++m) across[m] = shuffle_xor(along[m], m);
-  float r = 1.0f, c = 1.0f;
+  float r = 1.0f, c = 1.0f, one_by_r = 1.0f, one_by_c = 1.0f;
+  // What r_i (c_j) becomes of the other side's reciprocals: short from their arrival to the next quotient.
+  auto step = [&](const float(&k)[HC], float other, float own) {
+    float other1 = shuffle_xor(other, 1), other2 = shuffle_xor(other, 2), other3 = shuffle_xor(other, 3);
+    float one = fmaf(k[1], other1, fmaf(k[0], other, HC_EPS * own)), two = fmaf(k[3], other3, k[2] * other2);
+    return one + two;
+  };
 #pragma unroll 1
   for (int iteration = 0; iteration < SINKHORN_ITERATIONS; ++iteration) {
     if (iteration > 0) {
-      float c1 = shuffle_xor(c, 1), c2 = shuffle_xor(c, 2), c3 = shuffle_xor(c, 3);
-      float by_row = fmaf(along[3], c3, fmaf(along[2], c2, fmaf(along[1], c1, along[0] * c)));
-      r = divide_fast(r, fmaf(r, by_row, HC_EPS));
+      r = step(along, one_by_c, r);
+      one_by_r = divide_fast(1.0f, r);
     }
-    float r1 = shuffle_xor(r, 1), r2 = shuffle_xor(r, 2), r3 = shuffle_xor(r, 3);
-    float by_column = fmaf(across[3], r3, fmaf(across[2], r2, fmaf(across[1], r1, across[0] * r)));
-    c = divide_fast(c, fmaf(c, by_column, HC_EPS));
+    c = step(across, one_by_r, c);
+    one_by_c = divide_fast(1.0f, c);
   }
 #pragma unroll
   for (int m = 0; m < HC; ++m) {
-    float v = r * along[m] * shuffle_xor(c, m);
-    if (lane < HC) s.comb[i][i ^ m] = v;
+    float v = one_by_r * along[m] * shuffle_xor(one_by_c, m);
+    if (lane < HC) to.comb[i][i ^ m] = v;
   }
 }
 
-// Sums over the whole row of N values a thread holds, in one exchange of the cluster; each thread gets all of them.
-// Threads without columns pass zeros. `sums` is used once in a kernel.
-template <int N> DEVICE void row_sums(float (&values)[N], float (*sums)[CLUSTER * WORKER_WARPS], int rank) {
+// Sums over the whole row of N values a thread holds: exchange number `turn` of the cluster. Each worker gets all of
+// them; threads without columns pass zeros. A block is at most one exchange ahead of another, so that two suffice, of
+// barriers too. No fence: that would wait for the stores to global memory that go on meanwhile.
+template <int N> DEVICE void row_sums(float (&values)[N], Shared& s, int turn, int rank) {
 #pragma unroll
   for (int n = 0; n < N; ++n) values[n] = warp_sum(values[n]);
-  if (warp_id() < WORKER_WARPS && lane_id() < CLUSTER) {
-    int slot = rank * WORKER_WARPS + warp_id();
+  float(*sums)[SLOTS] = s.sums[turn & 1];
+  u64* arrived = &s.arrived[turn & 1];
+  if (threadIdx.x == 0) barrier_expect(arrived, N * SLOTS * 4);
+  if (lane_id() < CLUSTER) {
 #pragma unroll
-    for (int n = 0; n < N; ++n) *cluster_map(&sums[n][slot], lane_id()) = values[n];
+    for (int n = 0; n < N; ++n) cluster_store(&sums[n][rank * WORKER_WARPS + warp_id()], lane_id(), values[n], arrived);
   }
-  if (CLUSTER > 1) cluster_sync();
-  else sync_block();
+  barrier_wait(arrived, (turn >> 1) & 1);
 #pragma unroll
   for (int n = 0; n < N; ++n) {
-    float parts[4] = {0.0f, 0.0f, 0.0f, 0.0f};  // four chains: a quarter of the latency
+    if constexpr (SLOTS % 4 == 0) {
+      float4 total = make_float4(0.0f, 0.0f, 0.0f, 0.0f);  // four chains: a quarter of the latency
 #pragma unroll
-    for (int i = 0; i < CLUSTER * WORKER_WARPS; ++i) parts[i & 3] += sums[n][i];
-    values[n] = (parts[0] + parts[1]) + (parts[2] + parts[3]);
+      for (int i = 0; i < SLOTS / 4; ++i) {
+        float4 part = *(const float4*)&sums[n][4 * i];
+        total.x += part.x, total.y += part.y, total.z += part.z, total.w += part.w;
+      }
+      values[n] = (total.x + total.y) + (total.z + total.w);
+    } else {
+      values[n] = sums[n][0];
+#pragma unroll
+      for (int i = 1; i < SLOTS; ++i) values[n] += sums[n][i];
+    }
   }
 }
 
@@ -140,204 +162,227 @@ DEVICE void store_fp8(u8* codes, u8* scales, int row, int column, int width, con
   for (int mask = 1; mask < 8; mask <<= 1) amax = fmaxf(amax, shuffle_xor(amax, mask));
   u32 scale = fp8_scale_code(amax);
   float inverse = ue8m0_inverse(scale);
-  u32 low = f32x2_to_e4m3x2(x.v[0] * inverse, x.v[1] * inverse), high = f32x2_to_e4m3x2(x.v[2] * inverse, x.v[3] * inverse);
+  u32 low = f32x2_to_e4m3x2(x.v[0] * inverse, x.v[1] * inverse);
+  u32 high = f32x2_to_e4m3x2(x.v[2] * inverse, x.v[3] * inverse);
   if (column >= 0 && column < width) {
     *(u32*)(codes + fragment_offset(row, column, width / 16)) = low | high << 16;
     if (column % 32 == 0) scales[((i64)(row >> 3) * (width / 32) + column / 32) * 8 + (row & 7)] = (u8)scale;
   }
 }
 
-KERNEL(boundary, Boundary, THREADS, 1) {
+// Partial sums of the ranks, in order, rounded to bf16: four columns from `from` + `column`, slabs `stride` apart.
+struct Slabs { float4 part[WORLD]; };
+DEVICE Slabs load_slabs(const float* from, i64 stride) {
+  Slabs slabs;
+#pragma unroll
+  for (int peer = 0; peer < WORLD; ++peer) slabs.part[peer] = load_l2((const float4*)(from + peer * stride));
+  return slabs;
+}
+DEVICE uint2 add_slabs(const Slabs& slabs) {
+  float4 sum = slabs.part[0];
+#pragma unroll
+  for (int peer = 1; peer < WORLD; ++peer)
+    sum.x += slabs.part[peer].x, sum.y += slabs.part[peer].y, sum.z += slabs.part[peer].z, sum.w += slabs.part[peer].w;
+  return pack(Four{{sum.x, sum.y, sum.z, sum.w}});
+}
+
+KERNEL(boundary, Boundary, THREADS, BLOCKS_PER_SM) {
   Shared& s = *(Shared*)shared_memory();
-  if (CLUSTER > 1) cluster_arrive();  // waited for before the first store into another block: it must have started
   launch_dependents();
-  int row = blockIdx.x / CLUSTER, rank = blockIdx.x % CLUSTER;
+  if (threadIdx.x < 2) barrier_init(&s.arrived[threadIdx.x], 1);
+  if (threadIdx.x < ROWS) barrier_init(&s.ready[threadIdx.x], 1);
+  barrier_init_fence();
+  if (CLUSTER > 1) cluster_sync();
+  else sync_block();
+  int rank = (int)blockIdx.x % CLUSTER, first_row = (int)blockIdx.x / CLUSTER, clusters = (int)gridDim.x / CLUSTER;
+
+  if (SOURCE == FROM_SUBLAYER && warp_id() >= WORKER_WARPS) {
+    int m = warp_id() - WORKER_WARPS, row = first_row + m * clusters;
+    if (row < p.rows) {
+      mixing(p, row, s.coefficients[m]);
+      sync_warp();
+      if (lane_id() == 0) barrier_arrive(&s.ready[m]);
+    }
+    return;
+  }
+
   bool works = threadIdx.x < WORKERS;
   int column[PIECES];
 #pragma unroll
   for (int c = 0; c < PIECES; ++c) column[c] = rank * COLUMNS + (c * WORKERS + (works ? (int)threadIdx.x : 0)) * 4;
-
-  // Weights, before the wait.
-  uint2 norm[PIECES], query_weight[PIECES][HC], key_weight[PIECES][HC];
+  uint2 norm[PIECES];  // a weight: before the wait
 #pragma unroll
-  for (int c = 0; c < PIECES; ++c) {
+  for (int c = 0; c < PIECES; ++c)
     norm[c] = p.norm_weight ? *(const uint2*)(p.norm_weight + column[c]) : make_uint2(0, 0);
+
+#pragma unroll 1
+  for (int m = 0, row = first_row, turn = 0; row < p.rows; ++m, row += clusters) {
+    // The stream in front of the sublayer, its mixes and the Engram's products were complete before the sublayer's
+    // last kernels began (MIXES_EARLY): they are read before the wait.
+    if (!MIXES_EARLY && m == 0) await_partials();
+    bool active = p.row_slot == nullptr || load_l2(p.row_slot + row) >= 0;
+    uint2 before[PIECES][HC], kv[PIECES][HC + 1];  // keys, then the value
+    if (SOURCE == FROM_SUBLAYER)
+#pragma unroll
+      for (int c = 0; c < PIECES; ++c)
+#pragma unroll
+        for (int j = 0; j < HC; ++j) {
+          const bf16* from = p.stream_in + ((i64)row * HC + j) * HIDDEN + column[c];
+          before[c][j] = works ? load_l2((const uint2*)from) : make_uint2(0, 0);
+        }
     if (ENGRAM)
 #pragma unroll
-      for (int j = 0; j < HC; ++j) {
-        query_weight[c][j] = *(const uint2*)(p.query_weight + j * HIDDEN + column[c]);
-        key_weight[c][j] = *(const uint2*)(p.key_weight + j * HIDDEN + column[c]);
-      }
-  }
+      for (int c = 0; c < PIECES; ++c)
+#pragma unroll
+        for (int j = 0; j <= HC; ++j) {
+          const float* from = p.engram_kv + ((i64)row * (HC + 1) + j) * HIDDEN + column[c];
+          kv[c][j] = add_slabs(load_slabs(from, (i64)p.rows * (HC + 1) * HIDDEN));
+        }
+    uint2 query_weight[PIECES][HC], key_weight[PIECES][HC];
+    if (ENGRAM)
+#pragma unroll
+      for (int c = 0; c < PIECES; ++c)
+#pragma unroll
+        for (int j = 0; j < HC; ++j) {
+          query_weight[c][j] = *(const uint2*)(p.query_weight + j * HIDDEN + column[c]);
+          key_weight[c][j] = *(const uint2*)(p.key_weight + j * HIDDEN + column[c]);
+        }
+    if (MIXES_EARLY && m == 0) await_partials();
 
-  // The stream in front of the sublayer and its mixes were complete before the sublayer's last kernel began: where
-  // that kernel lets this one start only after its own wait (MIXES_EARLY), they are read before ours.
-  if (SOURCE == FROM_SUBLAYER && warp_id() == WORKER_WARPS) mixing(p, row, s);
-  if (!MIXES_EARLY) await_partials();
-  uint2 before[PIECES][HC];
-  if (SOURCE == FROM_SUBLAYER && works)
-#pragma unroll
-    for (int c = 0; c < PIECES; ++c)
-#pragma unroll
-      for (int j = 0; j < HC; ++j)
-        before[c][j] = load_l2((const uint2*)(p.stream_in + ((i64)row * HC + j) * HIDDEN + column[c]));
-  if (MIXES_EARLY) await_partials();
-
-  bool active = p.row_slot == nullptr || load_l2(p.row_slot + row) >= 0;
-  Four stream[PIECES][COPIES];
-  if (SOURCE == FROM_EMBEDDING) {
-    i64 token = load_l2(p.row_token + row);
-#pragma unroll
-    for (int c = 0; c < PIECES; ++c) {
-      Four x = unpack(active ? *(const uint2*)(p.embedding + token * HIDDEN + column[c]) : make_uint2(0, 0));
-#pragma unroll
-      for (int j = 0; j < COPIES; ++j) stream[c][j] = x;
-    }
-  } else {
-    float4 slabs[PIECES][WORLD];
-#pragma unroll
-    for (int c = 0; c < PIECES; ++c)
-#pragma unroll
-      for (int peer = 0; peer < WORLD; ++peer)
-        slabs[c][peer] = works ? load_l2((const float4*)(p.mailbox + ((i64)peer * p.rows + row) * HIDDEN + column[c]))
-                               : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-    Four y[PIECES];
-#pragma unroll
-    for (int c = 0; c < PIECES; ++c) {
-      float4 sum = slabs[c][0];
-#pragma unroll
-      for (int peer = 1; peer < WORLD; ++peer)
-        sum.x += slabs[c][peer].x, sum.y += slabs[c][peer].y, sum.z += slabs[c][peer].z, sum.w += slabs[c][peer].w;
-      y[c] = unpack(active ? pack(Four{{sum.x, sum.y, sum.z, sum.w}}) : make_uint2(0, 0));
-    }
-    if (SOURCE == FROM_MAIN) {
-#pragma unroll
-      for (int c = 0; c < PIECES; ++c) stream[c][0] = y[c];
-    } else {
-      sync_block();  // the coefficients are in shared memory
+    Four stream[PIECES][COPIES];
+    if (SOURCE == FROM_EMBEDDING) {
+      i64 token = load_l2(p.row_token + row);
 #pragma unroll
       for (int c = 0; c < PIECES; ++c) {
-        Four old[HC];
+        Four x = unpack(active ? *(const uint2*)(p.embedding + token * HIDDEN + column[c]) : make_uint2(0, 0));
 #pragma unroll
-        for (int j = 0; j < HC; ++j) old[j] = unpack(active && works ? before[c][j] : make_uint2(0, 0));
+        for (int j = 0; j < COPIES; ++j) stream[c][j] = x;
+      }
+    } else {
+      Slabs slabs[PIECES];
+#pragma unroll
+      for (int c = 0; c < PIECES; ++c)
+        slabs[c] = load_slabs(p.mailbox + (i64)row * HIDDEN + column[c], (i64)p.rows * HIDDEN);
+      if (SOURCE == FROM_SUBLAYER) barrier_wait(&s.ready[m], 0);
+      const Coefficients& coefficients = s.coefficients[m];
+#pragma unroll
+      for (int c = 0; c < PIECES; ++c) {
+        Four y = unpack(active && works ? add_slabs(slabs[c]) : make_uint2(0, 0)), old[HC];
+        if (SOURCE == FROM_MAIN) {
+          stream[c][0] = y;
+          continue;
+        }
+#pragma unroll
+        for (int j = 0; j < HC; ++j) old[j] = unpack(active ? before[c][j] : make_uint2(0, 0));
 #pragma unroll
         for (int k = 0; k < COPIES; ++k) {
           Four x;
 #pragma unroll
           for (int e = 0; e < 4; ++e) {
-            x.v[e] = s.post[k] * y[c].v[e];
+            x.v[e] = coefficients.post[k] * y.v[e];
 #pragma unroll
-            for (int j = 0; j < HC; ++j) x.v[e] = fmaf(s.comb[j][k], old[j].v[e], x.v[e]);
+            for (int j = 0; j < HC; ++j) x.v[e] = fmaf(coefficients.comb[j][k], old[j].v[e], x.v[e]);
           }
           stream[c][k] = unpack(pack(x));
         }
       }
     }
-  }
-  if (CLUSTER > 1) cluster_wait();
 
-  if (ENGRAM) {
-    Four value[PIECES];
-    float sums[3 * HC];  // of each copy: its product with the key, its squares, the key's squares
+    if constexpr (ENGRAM) {
+      float sums[3 * HC];  // of each copy: its product with the key, its squares, the key's squares
 #pragma unroll
-    for (int n = 0; n < 3 * HC; ++n) sums[n] = 0.0f;
+      for (int n = 0; n < 3 * HC; ++n) sums[n] = 0.0f;
 #pragma unroll
-    for (int c = 0; c < PIECES; ++c)
+      for (int c = 0; c < PIECES; ++c)
 #pragma unroll
-      for (int j = 0; j <= HC; ++j) {  // the keys, then the value
-        float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-#pragma unroll
-        for (int peer = 0; peer < WORLD; ++peer) {
-          float4 part = load_l2((const float4*)(p.engram_kv + (((i64)peer * p.rows + row) * (HC + 1) + j) * HIDDEN + column[c]));
-          sum.x += part.x, sum.y += part.y, sum.z += part.z, sum.w += part.w;
-        }
-        Four kv = unpack(active && works ? pack(Four{{sum.x, sum.y, sum.z, sum.w}}) : make_uint2(0, 0));
-        if (j == HC) {
-          value[c] = kv;
-        } else {
-          Four q = unpack(query_weight[c][j % HC]), k = unpack(key_weight[c][j % HC]), &x = stream[c][j % COPIES];
+        for (int j = 0; j < HC; ++j) {
+          Four q = unpack(query_weight[c][j]), k = unpack(key_weight[c][j]);
+          Four key = unpack(active && works ? kv[c][j] : make_uint2(0, 0)), &x = stream[c][j];
           if (works)
 #pragma unroll
             for (int e = 0; e < 4; ++e) {
-              sums[3 * (j % HC)] = fmaf(x.v[e] * (q.v[e] * k.v[e]), kv.v[e], sums[3 * (j % HC)]);
-              sums[3 * (j % HC) + 1] = fmaf(x.v[e], x.v[e], sums[3 * (j % HC) + 1]);
-              sums[3 * (j % HC) + 2] = fmaf(kv.v[e], kv.v[e], sums[3 * (j % HC) + 2]);
+              sums[3 * j] = fmaf(x.v[e] * (q.v[e] * k.v[e]), key.v[e], sums[3 * j]);
+              sums[3 * j + 1] = fmaf(x.v[e], x.v[e], sums[3 * j + 1]);
+              sums[3 * j + 2] = fmaf(key.v[e], key.v[e], sums[3 * j + 2]);
             }
         }
-      }
-    row_sums(sums, s.sums[0], rank);
+      row_sums(sums, s, turn++, rank);
 #pragma unroll
-    for (int j = 0; j < COPIES; ++j) {
-      // Two roots, not one of the product: the product of two tiny means leaves float32.
-      float x_norm = rsqrtf(sums[3 * j + 1] * (1.0f / HIDDEN) + NORM_EPS);
-      float key_norm = rsqrtf(sums[3 * j + 2] * (1.0f / HIDDEN) + NORM_EPS);
-      float dot = sums[3 * j] * x_norm * key_norm * rsqrtf((float)HIDDEN);
-      float root = sqrtf(fmaxf(fabsf(dot), 1e-6f));
-      float gate = dot == 0.0f ? 0.5f : sigmoid(dot < 0.0f ? -root : root);
+      for (int j = 0; j < HC; ++j) {
+        // Two roots, not one of the product: the product of two tiny means leaves float32.
+        float x_norm = rsqrtf(sums[3 * j + 1] * (1.0f / HIDDEN) + NORM_EPS);
+        float key_norm = rsqrtf(sums[3 * j + 2] * (1.0f / HIDDEN) + NORM_EPS);
+        float dot = sums[3 * j] * x_norm * key_norm * rsqrtf((float)HIDDEN);
+        float root = sqrtf(fmaxf(fabsf(dot), 1e-6f));
+        float gate = dot == 0.0f ? 0.5f : sigmoid(dot < 0.0f ? -root : root);
+#pragma unroll
+        for (int c = 0; c < PIECES; ++c) {
+          Four x, value = unpack(active && works ? kv[c][HC] : make_uint2(0, 0));
+#pragma unroll
+          for (int e = 0; e < 4; ++e) x.v[e] = fmaf(gate, value.v[e], stream[c][j].v[e]);
+          stream[c][j] = unpack(pack(x));
+        }
+      }
+    }
+
+    if (SOURCE != FROM_MAIN && p.stream_out && works)
+#pragma unroll
+      for (int c = 0; c < PIECES; ++c)
+#pragma unroll
+        for (int j = 0; j < COPIES; ++j)
+          *(uint2*)(p.stream_out + ((i64)row * HC + j) * HIDDEN + column[c]) = pack(stream[c][j]);
+
+    if (SOURCE != FROM_MAIN && p.taps)
 #pragma unroll
       for (int c = 0; c < PIECES; ++c) {
-        Four x;
+        const Four &x0 = stream[c][0], &x1 = stream[c][1 % COPIES];
+        const Four &x2 = stream[c][2 % COPIES], &x3 = stream[c][3 % COPIES];
+        Four mean;
 #pragma unroll
-        for (int e = 0; e < 4; ++e) x.v[e] = fmaf(gate, value[c].v[e], stream[c][j].v[e]);
-        stream[c][j] = unpack(pack(x));
+        for (int e = 0; e < 4; ++e) mean.v[e] = ((x0.v[e] + x1.v[e]) + (x2.v[e] + x3.v[e])) * 0.25f;
+        uint2 rounded = pack(mean);
+        int place = p.tap_column + column[c];  // in the concatenation of the taps
+        if (works) *(uint2*)(p.taps + (i64)row * TAP_COLUMNS + place) = rounded;
+        if (p.tap_codes)
+          store_fp8(p.tap_codes, p.tap_scales, row, works ? place - p.tap_begin : -1, p.tap_end - p.tap_begin,
+                    unpack(rounded));
       }
-    }
-  }
 
-  if (SOURCE != FROM_MAIN && p.stream_out && works)
-#pragma unroll
-    for (int c = 0; c < PIECES; ++c)
-#pragma unroll
-      for (int j = 0; j < COPIES; ++j)
-        *(uint2*)(p.stream_out + ((i64)row * HC + j) * HIDDEN + column[c]) = pack(stream[c][j]);
+    if (p.norm_weight == nullptr) continue;
 
-  if (SOURCE != FROM_MAIN && p.taps)
+    Four x[PIECES];
+    float squares[1] = {0.0f};
 #pragma unroll
     for (int c = 0; c < PIECES; ++c) {
-      Four mean;
+      if (SOURCE == FROM_SUBLAYER) {
+        const float* pre = s.coefficients[m].pre;
+        Four sum;
 #pragma unroll
-      for (int e = 0; e < 4; ++e)
-        mean.v[e] = ((stream[c][0].v[e] + stream[c][1 % COPIES].v[e]) + (stream[c][2 % COPIES].v[e] + stream[c][3 % COPIES].v[e])) * 0.25f;
-      uint2 rounded = pack(mean);
-      int place = p.tap_column + column[c];  // in the concatenation of the taps
-      if (works) *(uint2*)(p.taps + (i64)row * TAP_COLUMNS + place) = rounded;
-      if (p.tap_codes)
-        store_fp8(p.tap_codes, p.tap_scales, row, works ? place - p.tap_begin : -1, p.tap_end - p.tap_begin, unpack(rounded));
-    }
-
-  if (p.norm_weight == nullptr) return;
-
-  Four x[PIECES];
-  float squares[1] = {0.0f};
+        for (int e = 0; e < 4; ++e) {
+          sum.v[e] = pre[0] * stream[c][0].v[e];
 #pragma unroll
-  for (int c = 0; c < PIECES; ++c) {
-    if (SOURCE == FROM_SUBLAYER) {
-      Four sum;
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        sum.v[e] = s.pre[0] * stream[c][0].v[e];
-#pragma unroll
-        for (int j = 1; j < COPIES; ++j) sum.v[e] = fmaf(s.pre[j], stream[c][j].v[e], sum.v[e]);
+          for (int j = 1; j < COPIES; ++j) sum.v[e] = fmaf(pre[j], stream[c][j].v[e], sum.v[e]);
+        }
+        x[c] = unpack(pack(sum));
+      } else {
+        x[c] = stream[c][0];  // the first collapse takes copy 0
       }
-      x[c] = unpack(pack(sum));
-    } else {
-      x[c] = stream[c][0];  // the first collapse takes copy 0
+      if (works) {
+        if (p.hidden_out) *(uint2*)(p.hidden_out + (i64)row * HIDDEN + column[c]) = pack(x[c]);
+#pragma unroll
+        for (int e = 0; e < 4; ++e) squares[0] = fmaf(x[c].v[e], x[c].v[e], squares[0]);
+      }
     }
-    if (works) {
-      if (p.hidden_out) *(uint2*)(p.hidden_out + (i64)row * HIDDEN + column[c]) = pack(x[c]);
+    row_sums(squares, s, turn++, rank);
+    float inverse = rsqrtf(squares[0] * (1.0f / HIDDEN) + NORM_EPS);
 #pragma unroll
-      for (int e = 0; e < 4; ++e) squares[0] = fmaf(x[c].v[e], x[c].v[e], squares[0]);
+    for (int c = 0; c < PIECES; ++c) {
+      Four w = unpack(norm[c]), normed;
+#pragma unroll
+      for (int e = 0; e < 4; ++e) normed.v[e] = w.v[e] * x[c].v[e] * inverse;
+      uint2 rounded = pack(normed);
+      if (works && p.x_bf16) *(uint2*)((u8*)p.x_bf16 + fragment_offset(row, column[c] * 2, HIDDEN / 8)) = rounded;
+      if (p.x_codes) store_fp8(p.x_codes, p.x_scales, row, works ? column[c] : -1, HIDDEN, unpack(rounded));
     }
-  }
-  row_sums(squares, s.sums[1], rank);
-  float inverse = rsqrtf(squares[0] * (1.0f / HIDDEN) + NORM_EPS);
-#pragma unroll
-  for (int c = 0; c < PIECES; ++c) {
-    Four w = unpack(norm[c]), normed;
-#pragma unroll
-    for (int e = 0; e < 4; ++e) normed.v[e] = w.v[e] * x[c].v[e] * inverse;
-    uint2 rounded = pack(normed);
-    if (works && p.x_bf16) *(uint2*)((u8*)p.x_bf16 + fragment_offset(row, column[c] * 2, HIDDEN / 8)) = rounded;
-    if (p.x_codes) store_fp8(p.x_codes, p.x_scales, row, works ? column[c] : -1, HIDDEN, unpack(rounded));
   }
 }

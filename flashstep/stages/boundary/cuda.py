@@ -23,9 +23,14 @@ from torch import Tensor
 from flashstep import jit
 from flashstep.config import FP8_BLOCK, ModelConfig
 
-MIX_RECORD = 28  # floats per (slice, row) of the mixes' partial sums
-MIX_TILE = 128  # columns of a tile of packed fn
-MIX_ROWS = 6  # rows a block works on at a time
+MIX_RECORD = 28  # floats per (row, slice) of the mixes' partial sums
+MIX_SHARED_BYTES = 2 * 8 * 8 * MIX_RECORD * 4  # of a block that runs `mixes_block`
+_MIX_CHUNK = 64  # columns of a warp
+_MIX_WARPS = 8  # a slice's chunks, at most
+
+_BLOCKS = 264  # that run at once: two a multiprocessor
+_ENGRAM_BLOCKS = 132  # those with an Engram hold twice the registers
+_MOST_ROWS = 8
 
 _FROM_EMBEDDING, _FROM_SUBLAYER, _FROM_MAIN = range(3)
 
@@ -42,7 +47,7 @@ _BOUNDARY = jit.Source(
                 ("mailbox", "const float*"),  # [world, R, hidden]
                 ("stream_in", "const bf16*"),  # [R, hc, hidden]
                 ("stream_out", "bf16*"),  # [R, hc, hidden]; null: not wanted
-                ("mixes", "const float*"),  # [slices, R, 28]
+                ("mixes", "const float*"),  # [R, slices, 28]
                 ("mix_base", "const float*"),  # [24]
                 ("mix_scale", "const float*"),  # [3]
                 ("engram_kv", "const float*"),  # [world, R, hc + 1, hidden]
@@ -72,7 +77,7 @@ _MIXES = jit.Source(
             [
                 ("stream", "const bf16*"),  # [R, hc, hidden]
                 ("fn", "const float*"),  # packed by `pack_fn`
-                ("partials", "float*"),  # [slices, R, 28]
+                ("partials", "float*"),  # [R, slices, 28]
                 ("slices", "int"),
                 ("rows", "int"),
                 ("rows_per_block", "int"),
@@ -87,22 +92,27 @@ _MIXES = jit.Source(
 
 
 def pack_fn(fn: Tensor) -> Tensor:
-    """`hc_*_fn` [24, hc * hidden] float32 as the kernels read it: [hc * hidden / 128, 24, 128], contiguous."""
-    return fn.unflatten(1, (-1, MIX_TILE)).transpose(0, 1).contiguous()
+    """`hc_*_fn` [24, hc * hidden] float32 as the lanes of `mixes.cuh` read it: [hc * hidden / 64, 12, 128], contiguous.
+
+    A chunk of 64 columns is read in 4 steps of 16 and 3 thirds of 8 outputs; in each, lane 4 r + q holds output r of
+    the third and 4 neighbouring columns, such that a lane's columns of two steps are 8 neighbours.
+    """
+    parts = fn.unflatten(1, (-1, 2, 4, 2, 4)).unflatten(0, (3, 8))  # third, r, chunk, half, q, step, column
+    return parts.permute(2, 3, 5, 0, 1, 4, 6).reshape(-1, 12, 128).contiguous()
 
 
 def unpack_fn(packed: Tensor) -> Tensor:
     """Inverse of `pack_fn`."""
-    return packed.transpose(0, 1).flatten(1).contiguous()
+    parts = packed.reshape(-1, 2, 2, 3, 8, 4, 4)
+    return parts.permute(3, 4, 0, 1, 5, 2, 6).reshape(24, -1).contiguous()
 
 
 # -- mixes ------------------------------------------------------------------------------------------------------------
 
 
-def mixes_shared_bytes(config: ModelConfig, slices: int) -> int:
-    """Shared memory that a block needs for `mixes_slice` (mixes.cuh): its share of fn, sums of its warps, a barrier."""
-    tiles = -(-config.hc_mult * config.hidden_size // MIX_TILE // slices)
-    return tiles * _outputs(config) * MIX_TILE * 4 + 4 * MIX_ROWS * MIX_RECORD * 4 + 16
+def mix_slices(config: ModelConfig) -> int:
+    """The fewest slices of the mixes: as many columns each as a block's registers hold of fn."""
+    return -(-_mix_chunks(config) // _MIX_WARPS)
 
 
 def mixes(
@@ -110,27 +120,27 @@ def mixes(
 ) -> list[jit.Launch]:
     """The partial sums of all rows in a kernel of their own, on every multiprocessor.
 
-    stream: bf16 [R, hc, hidden]. fn: from `pack_fn`. partials: float32 [slices, R, 28], written but for the last three.
+    stream: bf16 [R, hc, hidden]. fn: from `pack_fn`. partials: float32 [R, slices, 28], written but for the last three.
     """
-    slices, rows = partials.shape[0], partials.shape[1]
-    width, tiles = config.hc_mult * config.hidden_size, config.hc_mult * config.hidden_size // MIX_TILE
+    rows, slices = partials.shape[0], partials.shape[1]
+    chunks = _mix_chunks(config)
     _check("stream", stream, (rows, config.hc_mult, config.hidden_size))
-    _check("fn", fn, (tiles, _outputs(config), MIX_TILE))
-    _check("partials", partials, (slices, rows, MIX_RECORD))
-    if not 1 <= slices <= tiles:
-        raise ValueError(f"{slices} slices of the mixes: expected 1..{tiles}, the tiles of fn")
-    # About 132 blocks, each with a share of the rows that fills whole passes.
-    passes = -(-rows // MIX_ROWS)
-    rows_per_block = -(-passes // max(1, 132 // slices)) * MIX_ROWS
+    _check("fn", fn, (chunks, 12, 128))
+    _check("partials", partials, (rows, slices, MIX_RECORD))
+    if not mix_slices(config) <= slices <= chunks:
+        raise ValueError(f"{slices} slices of the mixes: expected {mix_slices(config)}..{chunks}")
+    # Two blocks a multiprocessor, each with a share of the rows in whole tiles of 8.
+    tiles = -(-rows // 8)
+    rows_per_block = -(-tiles // max(1, 264 // slices)) * 8
     module = _MIXES.build(device, HIDDEN=config.hidden_size, HC=config.hc_mult)
     return [
         module.launch(
             "mixes",
             grid=slices * -(-rows // rows_per_block),
-            block=256,
-            shared=mixes_shared_bytes(config, slices),
+            block=32 * _MIX_WARPS,
+            shared=MIX_SHARED_BYTES,
             stage="boundary",
-            nbytes=4 * _outputs(config) * width,
+            nbytes=fn.nbytes,
             stream=stream,
             fn=fn,
             partials=partials,
@@ -139,6 +149,10 @@ def mixes(
             rows_per_block=rows_per_block,
         )
     ]
+
+
+def _mix_chunks(config: ModelConfig) -> int:
+    return config.hc_mult * config.hidden_size // _MIX_CHUNK
 
 
 # -- boundary ---------------------------------------------------------------------------------------------------------
@@ -161,14 +175,11 @@ class Tiling:
         return workers
 
 
-def tiling(hidden: int, rows: int, *, engram: bool = False) -> Tiling:
-    """How `rows` rows are spread: as many blocks a row as the device holds at once, but not more than 8.
-
-    With an Engram a thread holds keys and value too: two pieces, or a block of 640 threads, would spill.
-    """
+def tiling(hidden: int, rows: int) -> Tiling:
+    """How `rows` rows are spread: 8 blocks a row while they all run at once, then 4 (or what divides `hidden`)."""
     for cluster in (8, 4, 2, 1):
         smaller = any(hidden % (FP8_BLOCK * c) == 0 for c in (4, 2, 1) if c < cluster)
-        if hidden % (FP8_BLOCK * cluster) or (rows * cluster > 264 and smaller and not (engram and cluster == 4)):
+        if hidden % (FP8_BLOCK * cluster) or (cluster == 8 and rows * cluster > _BLOCKS and smaller):
             continue
         for pieces in (1, 2, 4, 8):
             try:
@@ -177,6 +188,12 @@ def tiling(hidden: int, rows: int, *, engram: bool = False) -> Tiling:
                 continue
             return Tiling(cluster, pieces)
     raise ValueError(f"hidden_size {hidden}: no tiling")
+
+
+def rows_per_cluster(rows: int, cluster: int, *, engram: bool) -> int:
+    """Rows that a cluster takes one after another, such that all clusters run at once; at most _MOST_ROWS."""
+    clusters = (_ENGRAM_BLOCKS if engram else _BLOCKS) // cluster
+    return min(-(-rows // clusters), _MOST_ROWS)
 
 
 @dataclass(frozen=True)
@@ -219,7 +236,7 @@ class Inject:
 class Mixing:
     """Mixes of the sublayer in front of the boundary: partial sums and what turns them into coefficients."""
 
-    partials: Tensor  # float32 [slices, R, 28]
+    partials: Tensor  # float32 [R, slices, 28]
     base: Tensor  # float32 [24]
     scale: Tensor  # float32 [3]
 
@@ -252,8 +269,8 @@ def boundary(
     world, rows, hidden = mailbox.shape
     _check("mailbox", mailbox, (world, rows, config.hidden_size))
     _check("stream_in", stream_in, (rows, config.hc_mult, hidden))
-    slices = mixing.partials.shape[0]
-    _check("partials", mixing.partials, (slices, rows, MIX_RECORD))
+    slices = mixing.partials.shape[1]
+    _check("partials", mixing.partials, (rows, slices, MIX_RECORD))
     _check("base", mixing.base, (_outputs(config),))
     _check("scale", mixing.scale, (3,))
     return _launch(
@@ -347,7 +364,8 @@ def _launch(
     **fields: Tensor | None,
 ) -> list[jit.Launch]:
     hc, hidden = config.hc_mult, config.hidden_size
-    tile = tile or tiling(hidden, rows, engram=inject is not None)
+    tile = tile or tiling(hidden, rows)
+    each = rows_per_cluster(rows, tile.cluster, engram=inject is not None)
     sizes = _Sizes.of(config)
     tap_columns = hidden * sizes.taps
     if (stream_out := fields.get("stream_out")) is not None:
@@ -372,7 +390,7 @@ def _launch(
             _check("x bf16", collapsed.bf16, (-(-rows // 8), hidden // 8, 8, 8))
         if collapsed.hidden is not None:
             _check("hidden", collapsed.hidden, (rows, hidden))
-    constants, threads, shared = _constants(sizes, tile, kind, engram=inject is not None)
+    constants, threads, shared = _constants(sizes, tile, each, kind, engram=inject is not None)
     values = {name: fields.get(name) for name in _BOUNDARY.kernels["boundary"].fields}
     values |= {
         "engram_kv": inject.kv if inject else None,
@@ -397,7 +415,7 @@ def _launch(
     return [
         _BOUNDARY.build(device, **constants).launch(
             "boundary",
-            grid=rows * tile.cluster,
+            grid=-(-rows // each) * tile.cluster,
             block=threads,
             shared=shared,
             cluster=tile.cluster,
@@ -431,14 +449,14 @@ class _Sizes(NamedTuple):
 
 
 def _constants(
-    sizes: _Sizes, tile: Tiling, kind: dict[str, int | bool], *, engram: bool
+    sizes: _Sizes, tile: Tiling, rows: int, kind: dict[str, int | bool], *, engram: bool
 ) -> tuple[dict[str, jit.Constant], int, int]:
-    """Constants of `boundary.cu`, threads of a block, bytes of its shared memory."""
+    """Constants of `boundary.cu`, threads of a block, bytes of its shared memory. `rows`: of a cluster."""
     hc = sizes.hc
     warps = -(-tile.workers(sizes.hidden) // 32)
-    threads = 32 * (warps + (kind["SOURCE"] == _FROM_SUBLAYER))
-    exchanged = 3 * hc if engram else 1
-    shared = 4 * (2 * hc + hc * hc + 2 * exchanged * tile.cluster * warps)
+    threads = 32 * (warps + (rows if kind["SOURCE"] == _FROM_SUBLAYER else 0))
+    sums = 2 * (3 * hc if engram else 1) * tile.cluster * warps
+    shared = 4 * sums + 8 * (2 + rows) + 4 * rows * (2 * hc + hc * hc) + 16  # the last for alignment
     constants: dict[str, jit.Constant] = {
         **kind,
         "HIDDEN": sizes.hidden,
@@ -447,6 +465,7 @@ def _constants(
         "SHARED_BYTES": shared,
         "CLUSTER": tile.cluster,
         "PIECES": tile.pieces,
+        "ROWS": rows,
         "ENGRAM": engram,
         "SINKHORN_ITERATIONS": sizes.sinkhorn_iterations,
         "HC_EPS": sizes.hc_eps,
@@ -483,8 +502,9 @@ SOURCES: list[tuple[jit.Source, dict[str, jit.Constant]]] = [
             _BOUNDARY,
             _constants(
                 _RELEASED,
-                tiling(_RELEASED.hidden, rows, engram=engram),
-                {"SOURCE": source, "WORLD": 4, "SLICES": 20, "MIXES_EARLY": True},
+                tiling(_RELEASED.hidden, rows),
+                rows_per_cluster(rows, tiling(_RELEASED.hidden, rows).cluster, engram=engram),
+                {"SOURCE": source, "WORLD": 4, "SLICES": 40, "MIXES_EARLY": source == _FROM_SUBLAYER},
                 engram=engram,
             )[0],
         )

@@ -2,12 +2,10 @@
 // Few rows need no kernel of their own; their slices run on spare blocks of the sublayer's first kernel.
 #include "boundary/mixes.cuh"
 
-KERNEL(mixes, MixesOfRows, 256, 1) {
+KERNEL(mixes, MixesOfRows, 256, 2) {
   launch_dependents();
   Mixes m = {p.stream, p.fn, p.partials, p.slices, p.rows};
   int slice = (int)blockIdx.x % p.slices, first = (int)blockIdx.x / p.slices * p.rows_per_block;
-  int end = first + p.rows_per_block;
-  mixes_prefetch(m, slice, shared_memory());
-  wait_for_dependencies();
-  mixes_slice(m, slice, shared_memory(), first, end < p.rows ? end : p.rows);
+  int end = min(first + p.rows_per_block, p.rows), turn = 0;
+  mixes_slice(m, slice, (float*)shared_memory(), first, end, turn, [] { wait_for_dependencies(); });
 }

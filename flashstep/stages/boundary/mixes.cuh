@@ -1,153 +1,152 @@
 // The dot products behind a sublayer's mixing coefficients, as a part that other kernels run on spare blocks.
 //
-// For every row of the stream: 24 products of its hc * hidden columns with fn, and the sum of their squares, in
-// float32. The columns are cut into slices, one block each; the boundary that follows adds the slices in order and
-// makes the coefficients of the sums (boundary.cu). A block calls, with all its threads (128..512, whole warpgroups):
+// For every row of the stream: 24 products of its hc * hidden columns with fn, and the sum of their squares. The
+// columns are cut into slices of at most 512; the boundary that follows adds the slices in order and makes the
+// coefficients of the sums (boundary.cu). A block calls, with all its threads (256 or more; 8 warps work):
 //
-//   u8* shared = ...;                          // mixes_shared_bytes(slices) bytes, aligned to 16, for nothing else
-//   mixes_prefetch(m, slice, shared);          // starts the copy of the slice of fn: a weight, so before the wait
-//   wait_for_dependencies();
-//   mixes_slice(m, slice, shared);
+//   u8* shared = ...;                               // MIX_SHARED_BYTES, aligned to 16, for nothing else
+//   mixes_block(m, i, blocks, shared);              // slices i, i + blocks, ..; it waits for dependencies itself
 //
-// Float32 FMA: the model asks for float32, and 147 thousand of them (6 rows, 1024 columns) are 0.7 us of one
-// multiprocessor. The order of a row's sum depends on the number of slices and of threads, on nothing else of the batch.
+// Bound by latency: behind the wait there is one trip to L2 for 64 columns of the rows, tensor cores, one exchange
+// through shared memory, one store. A warp's 64 columns of fn are in its registers before the wait, each float32 as a
+// sum of three bf16 (exactly: 3 x 8 bits), so that the products are exact and the sums are those of float32. The order
+// of a row's sum depends on the number of slices, on nothing else of the batch.
 //
 // Compiled with HIDDEN and HC.
 #pragma once
 #include "common.cuh"
 
-static_assert(HC == 4, "24 coefficients: the records of partial sums hold 28 floats");
+static_assert(HC == 4, "24 coefficients: three times the 8 rows of a core matrix, and records of 28 floats");
 
-constexpr int MIX_OUTPUTS = (2 + HC) * HC;          // 24 products, the sum of squares behind them
-constexpr int MIX_RECORD = 28;                      // floats per (slice, row) of `partials`; the last three are unused
-constexpr int MIX_TILE = 128;                       // columns of a tile of packed fn: a warp reads 16 bytes a lane
-constexpr int MIX_TILES = HC * HIDDEN / MIX_TILE;
-constexpr int MIX_TILE_BYTES = MIX_OUTPUTS * MIX_TILE * 4;
-constexpr int MIX_GROUPS = 4;                       // warps that share columns: 6 outputs each
-constexpr int MIX_GROUP = MIX_OUTPUTS / MIX_GROUPS;
-constexpr int MIX_ROWS = 6;                         // rows at a time: 36 sums a lane, no spills at 512 threads
-constexpr int MIX_PARTS = 4;                        // at most: 16 warps / MIX_GROUPS
+constexpr int MIX_OUTPUTS = (2 + HC) * HC;  // 24 products, the sum of squares behind them
+constexpr int MIX_RECORD = 28;              // floats per (row, slice) of `partials`; the last three are unused
+constexpr int MIX_WARPS = 8;
+constexpr int MIX_CHUNK = 64;               // columns of a warp
+constexpr int MIX_CHUNKS = HC * HIDDEN / MIX_CHUNK;
+constexpr int MIX_STEPS = MIX_CHUNK / 16;   // products of 16 columns
+constexpr int MIX_THIRDS = MIX_OUTPUTS / 8;
+constexpr int MIX_CHUNK_FLOATS = MIX_CHUNK * MIX_OUTPUTS;
+constexpr int MIX_SUMS = MIX_WARPS * 8 * MIX_RECORD;   // floats: of the warps, for 8 rows
+constexpr int MIX_SHARED_BYTES = 2 * MIX_SUMS * 4;     // in turn
 
 struct Mixes {
   const bf16* stream;  // [rows][HC * HIDDEN]
-  const float* fn;     // packed by boundary.cuda.pack_fn: [MIX_TILES][24][128]
-  float* partials;     // [slices][rows][28]
-  int slices;          // 1..MIX_TILES
+  const float* fn;     // packed by boundary.cuda.pack_fn: [MIX_CHUNKS][MIX_STEPS][3][32 lanes][4]
+  float* partials;     // [rows][slices][28]
+  int slices;          // MIX_CHUNKS / 8 .. MIX_CHUNKS
   int rows;
 };
 
-// Shared memory of a block that works on one of `slices` slices: fn, partial sums of the warps, a barrier.
-DEVICE constexpr int mixes_fn_bytes(int slices) { return (MIX_TILES + slices - 1) / slices * MIX_TILE_BYTES; }
-constexpr int MIX_SUMS_BYTES = MIX_PARTS * MIX_ROWS * MIX_RECORD * 4;
-DEVICE constexpr int mixes_shared_bytes(int slices) { return mixes_fn_bytes(slices) + MIX_SUMS_BYTES + 16; }
-DEVICE int mixes_first_tile(const Mixes& m, int slice) { return slice * MIX_TILES / m.slices; }
+// fn of a warp's columns: three bf16 parts of each value, the largest first.
+struct MixWeights {
+  u32 part[3][MIX_STEPS][MIX_THIRDS][2];  // outputs lane / 4 of each third; columns in pairs (mma's a0 and a2)
+};
 
-// Start the copy of fn. Called once per kernel by every thread (one of them does the work).
-DEVICE void mixes_prefetch(const Mixes& m, int slice, u8* shared) {
-  if (threadIdx.x == 0) {
-    u64* barrier = (u64*)(shared + mixes_fn_bytes(m.slices) + MIX_SUMS_BYTES);
-    int first = mixes_first_tile(m, slice), tiles = mixes_first_tile(m, slice + 1) - first;
-    barrier_init(barrier, 1);
-    barrier_init_fence();
-    barrier_expect(barrier, (u32)(tiles * MIX_TILE_BYTES));
-    for (int t = 0; t < tiles; ++t)
-      bulk_copy(shared + t * MIX_TILE_BYTES, (const u8*)m.fn + (i64)(first + t) * MIX_TILE_BYTES, MIX_TILE_BYTES, barrier);
+// Two floats as three pairs of bf16 whose sums they are: each is what the 8 leading bits left by the one before are.
+DEVICE void mixes_split(float low, float high, u32& first, u32& second, u32& third) {
+  first = permute_bytes(as_bits(low), as_bits(high), 0x7632);
+  low -= as_float(as_bits(low) & 0xFFFF0000u), high -= as_float(as_bits(high) & 0xFFFF0000u);
+  second = permute_bytes(as_bits(low), as_bits(high), 0x7632);
+  low -= as_float(as_bits(low) & 0xFFFF0000u), high -= as_float(as_bits(high) & 0xFFFF0000u);
+  third = permute_bytes(as_bits(low), as_bits(high), 0x7632);
+}
+
+DEVICE void mixes_load(MixWeights& w, const Mixes& m, int chunk) {
+  const float* from = m.fn + (i64)chunk * MIX_CHUNK_FLOATS + lane_id() * 4;
+  uint4 values[MIX_STEPS][MIX_THIRDS];
+#pragma unroll
+  for (int i = 0; i < MIX_STEPS * MIX_THIRDS; ++i) values[i / MIX_THIRDS][i % MIX_THIRDS] = load_stream(from + i * 128);
+#pragma unroll
+  for (int s = 0; s < MIX_STEPS; ++s)
+#pragma unroll
+    for (int t = 0; t < MIX_THIRDS; ++t) {
+      uint4 v = values[s][t];
+      mixes_split(as_float(v.x), as_float(v.y), w.part[0][s][t][0], w.part[1][s][t][0], w.part[2][s][t][0]);
+      mixes_split(as_float(v.z), as_float(v.w), w.part[0][s][t][1], w.part[1][s][t][1], w.part[2][s][t][1]);
+    }
+}
+
+// Products of a warp's columns `x` of 8 rows, to sums [8 rows][28]. Words 2 s, 2 s + 1: the lane's columns of step s.
+DEVICE void mixes_multiply(const MixWeights& w, const u32 (&x)[2 * MIX_STEPS], float* sums) {
+  int output = lane_id() / 4, row = lane_id() % 4 * 2;
+  float* to = sums + row * MIX_RECORD + output;
+  float outer[2][4];  // outputs 0..15: of the first parts, and of the two smaller ones
+#pragma unroll
+  for (int i = 0; i < 8; ++i) outer[i / 4][i % 4] = 0.0f;
+#pragma unroll
+  for (int s = 0; s < MIX_STEPS; ++s)
+#pragma unroll
+    for (int i = 0; i < 3; ++i) {
+      const u32(&a)[MIX_THIRDS][2] = w.part[i][s];
+      mma_bf16(outer[(i + 1) / 2], a[0][0], a[1][0], a[0][1], a[1][1], x[2 * s], x[2 * s + 1]);
+    }
+#pragma unroll
+  for (int i = 0; i < 4; ++i) to[i % 2 * MIX_RECORD + i / 2 * 8] = outer[0][i] + outer[1][i];
+
+  // Outputs 16..23: two parts in one tile. In the place of a fourth part is x itself: a row's squares are summed on the
+  // diagonal.
+  float inner[2][4];
+#pragma unroll
+  for (int i = 0; i < 8; ++i) inner[i / 4][i % 4] = 0.0f;
+#pragma unroll
+  for (int s = 0; s < MIX_STEPS; ++s) {
+    u32 b0 = x[2 * s], b1 = x[2 * s + 1];
+    mma_bf16(inner[0], w.part[0][s][2][0], w.part[1][s][2][0], w.part[0][s][2][1], w.part[1][s][2][1], b0, b1);
+    mma_bf16(inner[1], w.part[2][s][2][0], b0, w.part[2][s][2][1], b1, b0, b1);
+  }
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    to[i * MIX_RECORD + 16] = inner[0][i] + (inner[0][i + 2] + inner[1][i]);
+    if (output == row + i) to[i * MIX_RECORD + MIX_OUTPUTS - output] = inner[1][i + 2];
   }
 }
 
-// Products of rows first_row .. first_row + ROWS - 1; those from end_row on are not stored.
-template <int ROWS> DEVICE void mixes_rows(const Mixes& m, int slice, u8* shared, int first_row, int end_row) {
-  constexpr int VALUES = (MIX_GROUP * ROWS + 7) / 8 * 8;  // per lane; folded three times by halves
-  const float* fn = (const float*)shared;
-  float* sums = (float*)(shared + mixes_fn_bytes(m.slices));  // [part][row][record]
-  int group = warp_id() % MIX_GROUPS, part = warp_id() / MIX_GROUPS, parts = (int)blockDim.x / (32 * MIX_GROUPS);
-  int first = mixes_first_tile(m, slice), tiles = mixes_first_tile(m, slice + 1) - first;
-
-  float values[VALUES];  // [row][output of the group]
+// A slice, for rows first_row .. end_row - 1. `turn` counts exchanges through `sums`; `wait` loads fn, then waits.
+template <class Wait>
+DEVICE void mixes_slice(const Mixes& m, int slice, float* sums, int first_row, int end_row, int& turn, Wait wait) {
+  int warp = warp_id(), lane = lane_id(), first = slice * MIX_CHUNKS / m.slices, chunk = first + warp;
+  bool works = warp < MIX_WARPS && chunk < (slice + 1) * MIX_CHUNKS / m.slices;
+  MixWeights w;
+  if (works) mixes_load(w, m, chunk);
+  wait();
+  // A lane's columns: 16 bytes of each half of the warp's, so that four lanes read whole sectors.
+  const bf16* from = m.stream + (i64)(first_row + lane / 4) * (HC * HIDDEN) + chunk * MIX_CHUNK + lane % 4 * 8;
+  uint4 x[2];
+  auto load = [&](int row) {
+    x[0] = x[1] = make_uint4(0, 0, 0, 0);
+    if (works && row + lane / 4 < end_row) x[0] = load_l2((const uint4*)from), x[1] = load_l2((const uint4*)from + 4);
+    from += 8 * HC * HIDDEN;
+  };
+  load(first_row);
+#pragma unroll 1
+  for (int row = first_row; row < end_row; row += 8, turn ^= 1) {
+    float* mine = sums + turn * MIX_SUMS + warp * (8 * MIX_RECORD);
+    if (works) mixes_multiply(w, {x[0].x, x[0].y, x[0].z, x[0].w, x[1].x, x[1].y, x[1].z, x[1].w}, mine);
+    else if (warp < MIX_WARPS)
+      for (int i = lane; i < 8 * MIX_RECORD; i += 32) mine[i] = 0.0f;
+    if (row + 8 < end_row) load(row + 8);
+    sync_block();
+    int i = (int)threadIdx.x, output = i % MIX_RECORD, its_row = row + i / MIX_RECORD;
+    if (i < 8 * MIX_RECORD && its_row < end_row && output <= MIX_OUTPUTS) {
+      float total = sums[turn * MIX_SUMS + i];
 #pragma unroll
-  for (int i = 0; i < VALUES; ++i) values[i] = 0.0f;
-  float squares[(ROWS + MIX_GROUPS - 1) / MIX_GROUPS];  // of rows group, group + 4
-#pragma unroll
-  for (int i = 0; i < (ROWS + MIX_GROUPS - 1) / MIX_GROUPS; ++i) squares[i] = 0.0f;
-
-  const bf16* stream = m.stream + (i64)first * MIX_TILE + lane_id() * 4;
-  const bf16* row[ROWS];
-#pragma unroll
-  for (int r = 0; r < ROWS; ++r) {
-    int number = first_row + r < end_row ? first_row + r : first_row;
-    row[r] = stream + (i64)number * (HC * HIDDEN);
-  }
-#pragma unroll 2
-  for (int t = part; t < tiles; t += parts) {
-    float x[ROWS][4];
-#pragma unroll
-    for (int r = 0; r < ROWS; ++r) {
-      uint2 pairs = load_l2((const uint2*)(row[r] + t * MIX_TILE));
-      x[r][0] = bf16x2_low(pairs.x), x[r][1] = bf16x2_high(pairs.x);
-      x[r][2] = bf16x2_low(pairs.y), x[r][3] = bf16x2_high(pairs.y);
-      if (r % MIX_GROUPS == group)
-#pragma unroll
-        for (int c = 0; c < 4; ++c) squares[r / MIX_GROUPS] = fmaf(x[r][c], x[r][c], squares[r / MIX_GROUPS]);
-    }
-    const float4* w = (const float4*)fn + (t * MIX_OUTPUTS + group * MIX_GROUP) * (MIX_TILE / 4) + lane_id();
-#pragma unroll
-    for (int o = 0; o < MIX_GROUP; ++o) {
-      float4 f = w[o * (MIX_TILE / 4)];
-#pragma unroll
-      for (int r = 0; r < ROWS; ++r) {
-        float& v = values[r * MIX_GROUP + o];
-        v = fmaf(x[r][0], f.x, v), v = fmaf(x[r][1], f.y, v), v = fmaf(x[r][2], f.z, v), v = fmaf(x[r][3], f.w, v);
-      }
-    }
-  }
-
-  // Sum over lanes. Three times, a lane keeps one half of the values and hands the other half to its partner, so that
-  // lanes 4 i .. 4 i + 3 end with VALUES / 8 values, those from i * VALUES / 8: 45 shuffles for 36 values, not 180.
-#pragma unroll
-  for (int step = 0; step < 3; ++step) {
-    int half = VALUES >> (step + 1);
-    bool upper = lane_id() & (16 >> step);
-#pragma unroll
-    for (int i = 0; i < VALUES / 2; ++i)
-      if (i < half) {
-        float kept = upper ? values[half + i] : values[i], given = upper ? values[i] : values[half + i];
-        values[i] = kept + shuffle_xor(given, 16 >> step);
-      }
-  }
-#pragma unroll
-  for (int i = 0; i < VALUES / 8; ++i) {
-    float v = values[i] + shuffle_xor(values[i], 2);
-    v += shuffle_xor(v, 1);
-    int which = lane_id() / 4 * (VALUES / 8) + i;
-    if (lane_id() % 4 == 0 && which < MIX_GROUP * ROWS)
-      sums[(part * MIX_ROWS + which / MIX_GROUP) * MIX_RECORD + group * MIX_GROUP + which % MIX_GROUP] = v;
-  }
-#pragma unroll
-  for (int i = 0; i < (ROWS + MIX_GROUPS - 1) / MIX_GROUPS; ++i) {
-    float v = warp_sum(squares[i]);
-    if (lane_id() == 0 && i * MIX_GROUPS + group < ROWS)
-      sums[(part * MIX_ROWS + i * MIX_GROUPS + group) * MIX_RECORD + MIX_OUTPUTS] = v;
-  }
-  sync_block();
-  for (int i = threadIdx.x; i < ROWS * MIX_RECORD; i += blockDim.x) {
-    int r = i / MIX_RECORD, o = i % MIX_RECORD;
-    if (first_row + r < end_row && o <= MIX_OUTPUTS) {
-      float v = 0.0f;
-      for (int part_ = 0; part_ < parts; ++part_) v += sums[(part_ * MIX_ROWS + r) * MIX_RECORD + o];
-      m.partials[((i64)slice * m.rows + first_row + r) * MIX_RECORD + o] = v;
+      for (int other = 1; other < MIX_WARPS; ++other) total += sums[turn * MIX_SUMS + other * (8 * MIX_RECORD) + i];
+      m.partials[(u32)(its_row * m.slices + slice) * MIX_RECORD + output] = total;
     }
   }
 }
 
-// The slice for rows first_row .. end_row - 1; all rows where not given. After wait_for_dependencies.
-DEVICE void mixes_slice(const Mixes& m, int slice, u8* shared, int first_row, int end_row) {
-  sync_block();  // the barrier is initialized
-  barrier_wait((u64*)(shared + mixes_fn_bytes(m.slices) + MIX_SUMS_BYTES), 0);
-  for (int row = first_row; row < end_row; row += MIX_ROWS) {
-    int left = end_row - row;
-    if (row > first_row) sync_block();  // the sums of the previous rows are read
-    if (left <= 1) mixes_rows<1>(m, slice, shared, row, end_row);
-    else mixes_rows<MIX_ROWS>(m, slice, shared, row, end_row);
-  }
+// Slices first_slice, first_slice + stride, .. of all rows.
+DEVICE void mixes_block(const Mixes& m, int first_slice, int stride, u8* shared) {
+  int turn = 0;
+  mixes_slice(m, first_slice, (float*)shared, 0, m.rows, turn, [&] {
+    int then = first_slice + stride, chunk = then * MIX_CHUNKS / m.slices;  // its fn comes meanwhile
+    if (then < m.slices && threadIdx.x == 0)
+      prefetch_l2(m.fn + (i64)chunk * MIX_CHUNK_FLOATS,
+                  ((then + 1) * MIX_CHUNKS / m.slices - chunk) * MIX_CHUNK_FLOATS * 4);
+    wait_for_dependencies();
+  });
+#pragma unroll 1
+  for (int slice = first_slice + stride; slice < m.slices; slice += stride)
+    mixes_slice(m, slice, (float*)shared, 0, m.rows, turn, [] {});
 }
-DEVICE void mixes_slice(const Mixes& m, int slice, u8* shared) { mixes_slice(m, slice, shared, 0, m.rows); }

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from flashstep import jit
+from flashstep.stages.boundary.cuda import MIX_SHARED_BYTES
 from flashstep.stages.dense.pack import GROUP, TILE, Kind, PackedWeight
 from flashstep.stages.dense.pack import pack_bf16 as pack_bf16
 from flashstep.stages.dense.pack import pack_fp8 as pack_fp8
@@ -171,7 +172,7 @@ class Segment:
 class Mixes:
     """Slices of hyper-connection mixes on further blocks of a launch: the fields of `Mixes` in boundary/mixes.cuh.
 
-    `stream` bf16 [rows, hc, hidden], `fn` packed by boundary, `partials` float32 [slices, rows, 28].
+    `stream` bf16 [rows, hc, hidden], `fn` packed by boundary, `partials` float32 [rows, slices, 28].
     """
 
     stream: Tensor
@@ -218,6 +219,7 @@ class Shape:
 # ---- launches -------------------------------------------------------------------------------------------------------
 
 _BLOCK_BYTES = 84 * 1024  # of weights: two kernels of the chain fit a multiprocessor, one computing, one filling
+_RESIDENT_BLOCKS = 264  # two on each of 132 multiprocessors
 _MANY_BLOCKS = 96  # enough to keep 132 multiprocessors' memory pipes busy
 
 
@@ -321,9 +323,11 @@ def plan_product(segments: Sequence[Segment], rows: int, extra: Mixes | Window |
         hc, hidden = extra.stream.shape[1:]
         constants.update(HC=hc, HIDDEN=hidden)
         fields.update(stream=extra.stream, fn=extra.fn, partials=extra.partials, slices=extra.slices)
-        shared = max(shared, _mixes_shared(hc * hidden, extra.slices))
+        shared = max(shared, MIX_SHARED_BYTES)
         nbytes += extra.fn.numel() * 4
-        blocks += -(-extra.slices // shape.cluster) * shape.cluster
+        # Blocks that would wait for room take two slices each instead.
+        mixing = extra.slices if blocks + extra.slices <= _RESIDENT_BLOCKS else -(-extra.slices // 2)
+        blocks += -(-mixing // shape.cluster) * shape.cluster
     elif isinstance(extra, Window):
         source, kernel = PRODUCT_WINDOW, "product_window"
         constants.update(HEAD_DIM=extra.codes.shape[-1], ROPE=2 * extra.frequencies.shape[0])
@@ -577,11 +581,6 @@ def _product_shared(segments: Sequence[Segment], columns: int, shape: Shape, pro
     return total + 16
 
 
-def _mixes_shared(columns: int, slices: int) -> int:
-    """`mixes_shared_bytes` of boundary/mixes.cuh."""
-    return -(-(columns // 128) // slices) * 24 * 128 * 4 + 4 * 6 * 28 * 4 + 16
-
-
 def _multiprocessors(device: torch.device) -> int:
     if jit.emulated(device):
         return 4  # so that tests see blocks of several rounds
@@ -616,7 +615,7 @@ def _released(rows: int) -> list[Plan]:
     x, x_bf16 = fp8(5120), bf16(5120)
     plain = [Segment(weight(1280, 5120), x, Rows(low)), Segment(weight(512, 5120), x, Rows(low, 1280))]
     source = [Segment(weight(n, 5120, "bf16"), x_bf16, Rows(floats(n))) for n in (512, 512, 32)]
-    mixes = Mixes(empty(rows, 4, 5120, dtype=torch.bfloat16), floats(1), floats(1), 20)
+    mixes = Mixes(empty(rows, 4, 5120, dtype=torch.bfloat16), floats(1), floats(1), 40)
     latent = Latent(low, floats(1280)[0], 1e-20) if rows <= PROLOGUE_ROWS else fp8(1280)
     queries = [Segment(weight(n, 1280), latent, Rows(empty(rows, n, dtype=torch.bfloat16))) for n in (8192, 4096)]
     ints = empty(rows, dtype=torch.int32)

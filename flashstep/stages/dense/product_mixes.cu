@@ -2,15 +2,15 @@
 #include "boundary/mixes.cuh"
 #include "dense/product.cuh"
 
-DEVICE void extra_block(const ProductMixes& p, int slice, u8* shared) {
-  if (slice >= p.slices) {
+DEVICE void extra_block(const ProductMixes& p, int block, u8* shared) {
+  int blocks = (int)gridDim.x;
+  for (int i = 0; i < SEGMENTS; ++i) blocks -= clusters_of(i) * CLUSTER;
+  if (block >= p.slices) {
     wait_for_dependencies();
     return;
   }
   Mixes m = {p.stream, p.fn, p.partials, p.slices, p.rows};
-  mixes_prefetch(m, slice, shared);
-  wait_for_dependencies();
-  mixes_slice(m, slice, shared);
+  mixes_block(m, block, blocks, shared);
 }
 
 KERNEL(product_mixes, ProductMixes, WARPS * 32, BLOCKS_PER_SM) { run_product(p); }

@@ -353,7 +353,7 @@ def test_mixes_ride_along(case: Case) -> None:
     rows, hidden, slices = 6, 256, 3
     stream = case.normal(rows, 4, hidden).bfloat16()
     fn = case.normal(24, 4 * hidden)
-    partials = case.poison(slices, rows, 28)
+    partials = case.poison(rows, slices, 28)
     x = case.rows(rows, hidden)
     operand, values = case.fp8(x)
     weight, weight_values = case.fp8_weight(48, hidden)
@@ -364,7 +364,7 @@ def test_mixes_ride_along(case: Case) -> None:
     flat = stream.flatten(1).double()
     exact = torch.cat((flat @ fn.double().T, flat.square().sum(1, keepdim=True)), dim=1)
     magnitude = torch.cat((flat.abs() @ fn.double().abs().T, flat.square().sum(1, keepdim=True)), dim=1)
-    assert_close(partials.cpu().double().sum(0)[:, :25], exact, magnitude)
+    assert_close(partials.cpu().double().sum(1)[:, :25], exact, magnitude)
 
 
 def test_window_rides_along(case: Case) -> None:
