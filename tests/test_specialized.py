@@ -145,10 +145,9 @@ def test_requests_that_need_the_host_run_beside_steady_ones(engine, specialized,
     penalized = ask(specialized, repetition_penalty=1.3)
     got = run(engine, steady, penalized, joins_after=2)
     assert got[0] == alone
+    assert got[1] == run(engine, penalized)[0]
     want = run(Engine(reference, replace(CONFIG, max_num_batched_tokens=64)), penalized)[0]
-    # A penalty moves many tokens level: the texts only begin alike.
-    assert len(got[1]) == len(want) == 24
-    assert got[1][:2] == want[:2]
+    assert len(got[1]) == len(want) == 24  # a penalty moves many tokens level: the texts themselves may part early
 
 
 def test_limits_and_stops_cut_inside_a_step(engine, specialized):
@@ -174,8 +173,8 @@ def test_scarce_pages_and_the_end_of_the_context(specialized):
     slots = PackedState.slot_bytes(specialized.config, 64, ROWS, dtype=torch.bfloat16)
     config = replace(CONFIG, enable_prefix_caching=False, max_model_len=128, kv_cache_memory=2 * slots + 3 * state)
     engine = Engine(specialized, config)
-    asked = [ask(specialized, text, tokens=24) for text in (TEXT * 3, "def main():\n" * 10)]
-    assert all(len(one.prompt) < 64 < len(one.prompt) + 24 for one in asked)  # each needs its second page
+    asked = [ask(specialized, text, tokens=48) for text in (TEXT * 3, "def main():\n" * 10)]
+    assert all(len(one.prompt) < 64 < len(one.prompt) + 48 for one in asked)  # each needs its second page
     together = run(engine, *asked)
     assert engine.stats().preemptions > 0
     roomy = Engine(specialized, replace(config, kv_cache_memory=CONFIG.kv_cache_memory))

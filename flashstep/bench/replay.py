@@ -1,14 +1,11 @@
-"""Times of launch lists: captured as one CUDA graph each, replayed in turns, measured by events on the device."""
+"""Times of CUDA graphs: replayed in turns, measured by events on the device."""
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-
-from flashstep.jit import Launch
 
 _READ_BYTES = 4 << 30  # many times the L2, so that the read ceiling is memory's
 
@@ -25,16 +22,6 @@ def capture(run: Callable[[], Any]) -> torch.cuda.CUDAGraph:
     with torch.cuda.graph(graph, stream=stream):
         run()
     return graph
-
-
-def capture_launches(launches: Sequence[Launch]) -> torch.cuda.CUDAGraph:
-    """The graph of a chain of launches, each dependent on the one before."""
-
-    def run() -> None:
-        for launch in launches:
-            launch()
-
-    return capture(run)
 
 
 def interleaved_ms(
@@ -64,8 +51,3 @@ def read_ceiling_tb_s(replays: int = 10) -> float:
     graph = capture(lambda: torch.sum(data, dtype=torch.int32))
     ms = interleaved_ms({"read": graph}, replays=replays)["read"]
     return _READ_BYTES / min(ms) / 1e9
-
-
-def median_us(samples_ms: Sequence[float]) -> float:
-    """Median in microseconds."""
-    return statistics.median(samples_ms) * 1e3

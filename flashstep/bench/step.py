@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from flashstep.bench.replay import capture_launches, interleaved_ms, median_us, read_ceiling_tb_s
+from flashstep.bench.replay import capture, interleaved_ms, read_ceiling_tb_s
 from flashstep.bench.timeline import kernel_times, write_timeline
 from flashstep.config import ModelConfig
 from flashstep.packed_state import PackedState
@@ -81,7 +81,7 @@ def run(args: argparse.Namespace) -> int:
         ]
         samples = interleaved_ms({b.scenario.name: b.step_graph() for b in benches}, replays=args.replays)
         for bench in benches:
-            found = bench.report(samples[bench.scenario.name], ceiling, args.replays)
+            found = bench.report(samples[bench.scenario.name], ceiling)
             record["scenarios"].append(found)
             _print(console, found)
         if args.timeline is not None:
@@ -134,7 +134,6 @@ class _Bench:
     def step_graph(self) -> torch.cuda.CUDAGraph:
         """The whole step, preceded by copies that take the slots back to where the scenario stands."""
         if self._graph is None:
-            from flashstep.bench.replay import capture
 
             def step() -> None:
                 self._restore()
@@ -144,7 +143,7 @@ class _Bench:
             self._graph = capture(step)
         return self._graph
 
-    def report(self, samples_ms: list[float], ceiling: float, replays: int) -> dict[str, Any]:
+    def report(self, samples_ms: list[float], ceiling: float) -> dict[str, Any]:
         """Figures of the step and of its stages."""
         in_step = self._increments()
         stages: dict[str, list[int]] = {}
@@ -152,20 +151,15 @@ class _Bench:
             stages.setdefault(launch.stage, []).append(place)
         table = []
         for stage, places in stages.items():
-            self.step_graph().replay()  # a stage alone leaves slots and buffers anywhere
             launches = [self.launches[place] for place in places]
-            alone = median_us(interleaved_ms({stage: capture_launches(launches)}, replays=max(5, replays // 4))[stage])
             table.append(
                 {
                     "stage": stage,
                     "launches": len(launches),
                     "us_in_step": None if in_step is None else sum(in_step[place] for place in places),
-                    "us_alone": alone,
                     "bytes": sum(launch.nbytes for launch in launches),
                 }
             )
-        self.step_graph().replay()
-        torch.cuda.synchronize()
         nbytes = sum(launch.nbytes for launch in self.launches)
         floor_ms = nbytes / ceiling / 1e9
         step_ms = statistics.median(samples_ms)
@@ -259,11 +253,11 @@ def _machine() -> dict[str, str]:
 
 def _print(console: Console, found: dict[str, Any]) -> None:
     table = Table(title=f"{found['scenario']['name']}: {found['step_ms']:.3f} ms, {found['times_floor']:.2f} x floor")
-    for column in ("stage", "launches", "us each", "MB each", "TB/s", "x floor", "ms a step", "alone, us each"):
+    for column in ("stage", "launches", "us each", "MB each", "TB/s", "x floor", "ms a step"):
         table.add_column(column, justify="left" if column == "stage" else "right")
     per_ms = found["bytes"] / found["floor_ms"]
     for row in found["stages"]:
-        total_us = row["us_alone"] if row["us_in_step"] is None else row["us_in_step"]
+        total_us = row["us_in_step"] or float("nan")
         each_us, each_bytes = total_us / row["launches"], row["bytes"] / row["launches"]
         floor_us = each_bytes / per_ms * 1e3
         table.add_row(
@@ -274,12 +268,11 @@ def _print(console: Console, found: dict[str, Any]) -> None:
             f"{each_bytes / each_us / 1e6:.2f}" if floor_us > 0.05 else "",
             f"{each_us / floor_us:.1f}" if floor_us > 0.05 else "",
             f"{total_us / 1e3:.3f}",
-            f"{row['us_alone'] / row['launches']:.2f}",
         )
     console.print(table)
     experts = found["distinct_experts"]
     console.print(
         f"floor {found['floor_ms']:.3f} ms ({found['bytes'] / 1e9:.2f} GB), {found['launches']} launches, "
-        f"{experts:g} routed pairs in the last layer; us each: by how much a launch moves the step's end on; alone: "
-        "in a chain of the stage's launches"
+        f"{experts:g} routed pairs in the last layer; us each: by how much a launch moves the step's end on "
+        "(one profiled replay)"
     )

@@ -83,8 +83,8 @@ class Arena:
 class Plan:
     """Chains of launches over one rank's weights and one state.
 
-    The boundary behind the experts reads early (`mixes_early`): gate_up starts its followers only behind its own wait,
-    so what the router and the kernels before it wrote is complete when they start.
+    Boundaries read early (`mixes_early`): gate_up and attend start their followers only behind their own wait, so what
+    the kernels in front of them wrote is complete when a boundary starts.
 
     With `world` above 1 and no peers, the rank's partial sums are looped back into every slab of its own mailboxes:
     the traffic of a rank, not its values.
@@ -296,6 +296,7 @@ class Plan:
                 block=attention.Block(
                     block.last, *own, size=config.dspark_block_size, fresh=config.dspark_block_size + 1
                 ),
+                early=attention.Early.STATE if number else attention.Early.NOTHING,
             )
             launches += self._project_out(layer, count)
             launches += self._between(layer, stream, rows, count)
@@ -585,6 +586,7 @@ class Plan:
             self.config,
             mailbox=self._mailbox("attn mailbox", count, self.config.hidden_size),
             mixing=self._mixing(block.hc_attn, "attn", count),
+            mixes_early=True,
             stream_in=stream,
             stream_out=stream,
             row_slot=rows.slot,

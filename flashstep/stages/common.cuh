@@ -43,6 +43,7 @@ DEVICE void sync_some(int id, int threads) { asm volatile("bar.sync %0, %1;" ::"
 template <class T> DEVICE T shuffle(T value, int lane) { return __shfl_sync(~0u, value, lane); }
 template <class T> DEVICE T shuffle_xor(T value, int mask) { return __shfl_xor_sync(~0u, value, mask); }
 template <class T> DEVICE T shuffle_up(T value, int delta) { return __shfl_up_sync(~0u, value, delta); }
+DEVICE u32 warp_max_u32(u32 value) { return __reduce_max_sync(~0u, value); }
 DEVICE u32 ballot(bool predicate) { return __ballot_sync(~0u, predicate); }
 DEVICE int count_bits(u32 x) { return __popc(x); }
 DEVICE int leading_zeros(u32 x) { return __clz(x); }

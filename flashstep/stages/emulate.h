@@ -854,6 +854,13 @@ template <class T> DEVICE T shuffle_up(T value, int delta, WHERE) {
   emulate::note(where);
   return emulate::exchange("shuffle_up", value, [=](int me) { return me < delta ? me : me - delta; });
 }
+DEVICE u32 warp_max_u32(u32 value, WHERE) {
+  for (int mask = 16; mask; mask >>= 1) {
+    u32 other = shuffle_xor(value, mask, where);
+    value = value > other ? value : other;
+  }
+  return value;
+}
 DEVICE u32 ballot(bool predicate, WHERE) {
   emulate::note(where);
   emulate::Fiber* f = emulate::machine.current;

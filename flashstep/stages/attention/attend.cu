@@ -380,19 +380,24 @@ DEVICE float sink_part(float sink, float highest) { return sink == highest ? 1.0
 KERNEL(attend, Attend, THREADS, 2) {
   Shared& s = *(Shared*)shared_memory();
   const int row = (int)(blockIdx.x / SPLIT), rank = (int)(blockIdx.x % SPLIT), thread = (int)threadIdx.x;
-  launch_dependents();
+  // Dependents start behind the wait: then whatever the kernels in front of this one wrote is complete when they start,
+  // and the boundary behind the output products may read its coefficients' sums early.
+  auto wait = [&]() {
+    wait_for_dependencies();
+    if (threadIdx.x == 0) launch_dependents();
+  };
   bool waited = p.early == 0;
   const bf16* row_q = p.q + (i64)row * HEADS * HEAD_DIM;
   Query q;
   Turning turning;
   if (waited) {
-    wait_for_dependencies();
+    wait();
     load_turning(turning, row_q);
     load_query(q, row_q);
   }
   const int slot = load_l2(p.row_slot + row), position = load_l2(p.row_position + row);
   if (slot < 0) {
-    if (!waited) wait_for_dependencies();
+    if (!waited) wait();
     constexpr int PIECES = HEADS / OUT_GROUPS * HEAD_DIM / 8, OWN = COLUMNS / 8;
     for (int i = thread; i < HEADS * OWN; i += THREADS) {
       int head = i / OWN, group = head / (HEADS / OUT_GROUPS), tiles = (p.rows + 7) / 8;
@@ -459,7 +464,7 @@ KERNEL(attend, Attend, THREADS, 2) {
   Raw raw[TILES_OF_WARP];
   if (CHUNKS == 1) load_entries(raw, p, s, rank, 0, false);
   if (!waited) {
-    wait_for_dependencies();
+    wait();
     load_turning(turning, row_q);
     load_query(q, row_q);
     if (choice_is_late) {

@@ -22,7 +22,7 @@ from flashstep.stages.dense.pack import random_packed as random_packed
 from flashstep.stages.dense.pack import unpack_bf16 as unpack_bf16
 from flashstep.stages.dense.pack import unpack_fp8 as unpack_fp8
 
-PROLOGUE_ROWS = 8  # up to here a product quantizes its input itself
+PROLOGUE_ROWS = 8  # up to here a product can quantize its input itself
 MAX_ROWS = 192
 MAX_SEGMENTS = 5
 MAX_PEERS = 8
@@ -31,6 +31,7 @@ MAX_PEERS = 8
 _FP8, _FP8_AT_BF16, _BF16 = range(3)
 _TO_BF16, _TO_F32, _TO_PEERS, _TO_FRAGMENTS = range(4)
 _NO_PROLOGUE, _QUANTIZE, _NORM_QUANTIZE = range(3)
+_HELD, _HELD_ALONE = 8, 16  # units of mma.sync in a warp's registers: two blocks a multiprocessor, or one
 _GROUP_BYTES = {_FP8: 516, _FP8_AT_BF16: 516, _BF16: 1024}
 
 _PRODUCT = [
@@ -133,8 +134,9 @@ class Bf16:
 class Latent:
     """bf16 rows `values` [rows, stride] whose first columns (as many as the weight has) are quantized for the product.
 
-    `norm` float32 [columns]: behind an RMS norm with `eps`. Above PROLOGUE_ROWS rows a kernel of its own writes
-    `scratch` (fragments of at least that many rows, exactly the weight's columns) in front of the product.
+    `norm` float32 [columns]: behind an RMS norm with `eps`. Above PROLOGUE_ROWS rows, or where there is `scratch` for
+    the normed, a kernel of its own in front of the product writes `scratch`: fragments of at least that many rows,
+    exactly the weight's columns.
     """
 
     values: Tensor
@@ -204,7 +206,7 @@ class Window:
 class Shape:
     """How a product is cut. `tiles_*`: tiles of 16 outputs a block, by weight kind; `cluster`: blocks that share K.
 
-    `row_tiles`: tiles of 8 rows a pass. `rehearse`: a pass without rows in front of the wait (product.cuh).
+    `row_tiles`: tiles of 8 rows a pass. `wgmma`: fp8 x fp8 by wgmma where the machine has it; takes 4 `tiles_fp8`.
     """
 
     warps: int = 8
@@ -213,14 +215,15 @@ class Shape:
     tiles_fp8: int = 1
     tiles_bf16: int = 1
     row_tiles: int = 1
-    rehearse: bool = False
+    wgmma: bool = False
 
 
 # ---- launches -------------------------------------------------------------------------------------------------------
 
-_BLOCK_BYTES = 84 * 1024  # of weights: two kernels of the chain fit a multiprocessor, one computing, one filling
+_SLICE = 40  # groups of K a block takes by wgmma: 80 registers of weights, two blocks fit a multiprocessor
+_UNITS = 20  # of a warp by mma.sync: what exceeds its registers is decoded in shared memory, 8 KB a unit
 _RESIDENT_BLOCKS = 264  # two on each of 132 multiprocessors
-_MANY_BLOCKS = 96  # enough to keep 132 multiprocessors' memory pipes busy
+_MULTIPROCESSORS = 132
 
 
 def product(
@@ -231,21 +234,27 @@ def product(
     stage: str,
     extra: Mixes | Window | None = None,
     shape: Shape | None = None,
+    late_trigger: bool = False,
+    wgmma: bool = True,
 ) -> list[jit.Launch]:
     """The launches that compute all `segments`, which share the number of columns, for `rows` rows.
 
     One launch, or two where a `Latent` has more rows than the prologue takes. Rows from `rows` on are never written.
-    `shape` replaces the choice of `choose_shape`. ValueError where operands do not fit each other.
+    `shape` replaces the choice of `choose_shape`, to which `wgmma` goes. `late_trigger`: the kernel behind may start
+    when this one's wait is over instead of at once, so that what waits there stays out of the way of what comes before.
+    ValueError where operands do not fit each other.
     """
     _check(segments, rows)
     launches = []
     x = segments[0].x
-    if isinstance(x, Latent) and rows > PROLOGUE_ROWS:
+    # A norm in the prologue costs every block 2.8 us on an H200: who gives scratch wants a kernel in front instead.
+    if isinstance(x, Latent) and (rows > PROLOGUE_ROWS or (x.norm is not None and x.scratch is not None)):
         if x.scratch is None:
             raise ValueError(f"{rows} rows of a Latent need scratch")
         launches += quantize(device, x, x.scratch, rows, stage=stage)
         segments = [replace(segment, x=x.scratch) for segment in segments]
-    plan = plan_product(segments, rows, extra, shape or choose_shape(segments, rows))
+    shape = shape or choose_shape(segments, rows, wgmma=wgmma and has_wgmma(device))
+    plan = plan_product(segments, rows, extra, shape, late_trigger=late_trigger)
     return [*launches, plan.launch(device, stage)]
 
 
@@ -277,7 +286,14 @@ class Plan:
         )
 
 
-def plan_product(segments: Sequence[Segment], rows: int, extra: Mixes | Window | None, shape: Shape) -> Plan:
+def plan_product(
+    segments: Sequence[Segment],
+    rows: int,
+    extra: Mixes | Window | None,
+    shape: Shape,
+    *,
+    late_trigger: bool = False,
+) -> Plan:
     """The launch of `product`; needs no device."""
     columns = _check(segments, rows)
     x = segments[0].x
@@ -292,10 +308,12 @@ def plan_product(segments: Sequence[Segment], rows: int, extra: Mixes | Window |
         "TILES_FP8": shape.tiles_fp8,
         "TILES_BF16": shape.tiles_bf16,
         "ROW_TILES": shape.row_tiles,
+        "PASSES": -(-rows // (8 * shape.row_tiles)),
         "PROLOGUE": prologue,
         "X_STRIDE": x.values.shape[1] if isinstance(x, Latent) else 0,
         "EPS": float(x.eps) if isinstance(x, Latent) else 0.0,
-        "REHEARSE": shape.rehearse,
+        "WGMMA": shape.wgmma,
+        "LATE_TRIGGER": late_trigger,
         "PEERS": 0,
     }
     fields: dict[str, Any] = {name: [] for name in ("weight", "x", "x_scales", "out", "out_scales", "peers")}
@@ -314,7 +332,7 @@ def plan_product(segments: Sequence[Segment], rows: int, extra: Mixes | Window |
     fields["norm"] = x.norm if isinstance(x, Latent) else None
     fields["rows"] = rows
     nbytes = sum(segment.weight.nbytes for segment in segments)
-    shared = _product_shared(segments, columns, shape, prologue)
+    shared = _product_shared(segments, columns, shape, prologue, rows)
     constants["SHARED"] = shared
 
     source, kernel = PRODUCT, "product"
@@ -348,44 +366,44 @@ def plan_product(segments: Sequence[Segment], rows: int, extra: Mixes | Window |
     return Plan(source, kernel, constants, fields, blocks, 32 * shape.warps, shared, shape.cluster, nbytes)
 
 
-def choose_shape(segments: Sequence[Segment], rows: int) -> Shape:
-    """How to cut a launch: a block's weights at most 84 KB, at least 96 blocks where there is that much to do.
+def choose_shape(segments: Sequence[Segment], rows: int, *, wgmma: bool = True) -> Shape:
+    """How to cut a launch: as few blocks share K as its weights fit registers, and multiprocessors are busy evenly.
 
-    Above 8 rows activations are worth as much traffic as weights, so blocks take more outputs and clusters share K.
+    `wgmma`: multiply fp8 by fp8 with it where the machine has it.
     """
     kinds = {_kind(segment) for segment in segments}
     groups = -(-segments[0].weight.columns // GROUP)
-    quantizes = any(isinstance(segment.out, Fp8) for segment in segments)
-    prologue = isinstance(segments[0].x, Latent)
-
-    def fits(kind: int, tiles: int, cluster: int) -> bool:
-        return kind not in kinds or tiles * _slice(groups, cluster) * _GROUP_BYTES[kind] <= _BLOCK_BYTES
-
-    def enough(tiles: int, cluster: int) -> bool:
-        count = sum(-(-s.weight.outputs // TILE) for s in segments if s.weight.kind == "fp8")
-        return -(-count // tiles) * cluster >= _MANY_BLOCKS
-
-    fp8 = _FP8_AT_BF16 if _FP8_AT_BF16 in kinds else _FP8
+    few = rows <= PROLOGUE_ROWS
     row_tiles = -(-rows // 8)
-    if kinds == {_BF16}:  # few outputs, long rows
-        tiles = 1 if rows <= 8 else 2
-        bytes_of = {c: tiles * _slice(groups, c) * _GROUP_BYTES[_BF16] for c in (1, 2, 4)}
-        cluster = next((c for c, size in bytes_of.items() if size <= _BLOCK_BYTES // 2), 8)
-        return Shape(cluster=cluster, tiles_bf16=tiles, row_tiles=min(row_tiles, 3))
-    if rows <= 8:
-        cluster = 1 if prologue or (_BF16 not in kinds and not quantizes) else 2
-        if not fits(_BF16, 1, cluster):
-            raise ValueError(f"{segments[0].weight.columns} columns of bf16 are more than a cluster of {cluster} holds")
-        least = 2 if quantizes else 1
-        options = [t for t in (4, 2, 1) if t >= least and fits(fp8, t, cluster)]
-        tiles = next((t for t in options if enough(t, cluster)), least)
-        return Shape(cluster=cluster, tiles_fp8=tiles)
-    tiles_fp8 = next((t for t in (4, 2) if enough(t, 4)), 2) if fp8 in kinds else 1
-    clusters = (1, 2, 4, 8)
-    cluster = next((c for c in clusters if fits(fp8, tiles_fp8, c) and fits(_BF16, 2, c)), 8)
+    tiles = {_FP8: 4, _FP8_AT_BF16: 4, _BF16: 1 if kinds == {_BF16} else 2}
+
+    def units(kind: int, cluster: int) -> int:
+        return tiles[kind] * -(-_slice(groups, cluster, 8) // 8)
+
+    def fits(cluster: int) -> bool:
+        by_wgmma = wgmma and _FP8 in kinds
+        most = max((units(kind, cluster) for kind in kinds if not (kind == _FP8 and wgmma)), default=0)
+        return most <= _UNITS and not (by_wgmma and _slice(groups, cluster, 8) > _SLICE)
+
+    def time(cluster: int) -> int:
+        """Of the busiest multiprocessor, in groups of K; two blocks of few rows share one without loss."""
+        blocks = sum(-(-segment.weight.outputs // (TILE * tiles[_kind(segment)])) for segment in segments) * cluster
+        return -(-blocks // (2 * _MULTIPROCESSORS if few else _MULTIPROCESSORS)) * (_slice(groups, cluster, 8) + 8)
+
+    # On an H200 clusters of three took longer than of two, with less to do in each block (4.6 and 2.9 us, wo_b).
+    clusters = [1] if few and isinstance(segments[0].x, Latent) else [1, 2, 4, 8]
+    options = [cluster for cluster in clusters if fits(cluster)]
+    if not options:  # long rows behind a norm: one tile, half of whose units lie in shared memory
+        return Shape(cluster=clusters[-1], row_tiles=1 if few else min(row_tiles, 3))
+    cluster = min(options, key=time)
     return Shape(
-        blocks_per_sm=1, cluster=cluster, tiles_fp8=tiles_fp8, tiles_bf16=2, row_tiles=min(row_tiles, 3)
-    )  # registers for 4 tiles x 3 tiles of rows
+        blocks_per_sm=2 if few else 1,
+        cluster=cluster,
+        tiles_fp8=4,
+        tiles_bf16=tiles[_BF16],
+        row_tiles=min(row_tiles, 6 if kinds == {_FP8} and wgmma else 3),
+        wgmma=wgmma and _FP8 in kinds,
+    )
 
 
 def stream_product(
@@ -401,10 +419,14 @@ def stream_product(
 ) -> list[jit.Launch]:
     """One product whose weight is large (head, main_proj, Engram wkv): persistent blocks, a ring of stages.
 
-    `tiles` (1, 2, 4 or 8 tiles of 16 outputs a round) and `blocks` replace the choice. ValueError as for `product`.
+    `tiles` (1, 2, 4 or 8 tiles of 16 outputs a round) and `blocks` replace the choice, which is a product of the
+    chain's kind where that is faster. ValueError as for `product`.
     """
     segment = Segment(weight, x, out)
-    if isinstance(x, Fp8) and x.columns % (2 * GROUP):  # the ring copies activation scales by 16 bytes
+    # The ring copies activation scales by 16 bytes. For many rows wgmma is worth more than the ring.
+    impossible = isinstance(x, Fp8) and x.columns % (2 * GROUP) != 0
+    slower = isinstance(x, Fp8) and rows > PROLOGUE_ROWS and has_wgmma(device)
+    if impossible or (slower and tiles is None and blocks is None):
         return product(device, [segment], rows, stage=stage)
     plan = plan_stream(segment, rows, blocks or _multiprocessors(device), tiles)
     return [plan.launch(device, stage)]
@@ -464,12 +486,11 @@ def quantize(device: torch.device, x: Latent, out: Fp8, rows: int, *, stage: str
     module = QUANTIZE.build(
         device, COLUMNS=columns, X_STRIDE=x.values.shape[1], NORM=x.norm is not None, EPS=float(x.eps)
     )
-    parts = 2 if x.norm is not None else -(-columns // 256)
     launch = module.launch(
         "quantize",
-        grid=-(-rows // 8) * parts,
+        grid=-(-rows // 8) * -(-columns // 256),
         block=256,
-        shared=0,
+        shared=256,
         cluster=1,
         stage=stage,
         nbytes=0,
@@ -557,28 +578,43 @@ def _tiles(shape: Shape, kind: int) -> int:
     return shape.tiles_bf16 if kind == _BF16 else shape.tiles_fp8
 
 
-def _slice(groups: int, cluster: int) -> int:
+def _slice(groups: int, cluster: int, warps: int) -> int:
     """Groups of a block (product.cuh, SLICE)."""
-    groups = -(-groups // cluster)
-    return -(-groups // 4) * 4
+    warpgroups, share = warps // 4, -(-groups // cluster)
+    return -(-share // warpgroups) * warpgroups
 
 
-def _product_shared(segments: Sequence[Segment], columns: int, shape: Shape, prologue: int) -> int:
+def _product_shared(segments: Sequence[Segment], columns: int, shape: Shape, prologue: int, rows: int) -> int:
     """Bytes of shared memory (product.cuh checks that they are enough)."""
-    groups = columns // GROUP
-    kinds = [_kind(segment) for segment in segments]
-    most = max(_tiles(shape, kind) for kind in kinds)
-    total = max(_tiles(shape, kind) * _slice(groups, shape.cluster) * _GROUP_BYTES[kind] for kind in kinds)
-    total = -(-total // 16) * 16
-    total += shape.warps * shape.row_tiles * 8 * (16 * most + 4) * 4
-    if shape.cluster > 1:
-        items = shape.row_tiles * 8 * most * 4
-        total += 2 * shape.cluster * (-(-(items // 8) // shape.cluster) * 8) * 16
-    if prologue != _NO_PROLOGUE:
-        total += 2 * groups * 144 + -(-groups * 8 // 16) * 16
-    if prologue == _NORM_QUANTIZE:
-        total += columns * 4
-    return total + 16
+    groups, passes = columns // GROUP, -(-rows // (8 * shape.row_tiles))
+    part = _slice(groups, shape.cluster, shape.warps)
+    held = _HELD if shape.blocks_per_sm > 1 else _HELD_ALONE
+    buffers = 2 if passes > 1 else 1
+    sums = mail = activations = over = 0
+    for kind in {_kind(segment) for segment in segments}:
+        by_wgmma = shape.wgmma and kind == _FP8
+        tiles = _tiles(shape, kind)
+        items = shape.row_tiles * 8 * tiles * 4
+        share = -(-(items // 8) // shape.cluster) * 8
+        senders = shape.cluster * (shape.warps // 4 if by_wgmma and passes == 1 else 1)
+        parts = shape.warps // 4 if by_wgmma else shape.warps
+        sums = max(sums, parts * shape.row_tiles * 8 * (16 * tiles + 4) * 4)
+        if shape.cluster > 1:
+            mail = max(mail, buffers * senders * share * 16)
+        if by_wgmma:
+            activations = max(activations, buffers * shape.row_tiles * part * (256 + 32) + part * 16)
+        else:
+            units = tiles * -(-part // shape.warps)
+            over = max(over, shape.warps * (units - min(units, held)) * 1024)
+            if prologue != _NO_PROLOGUE:
+                activations = max(activations, part * (256 + 8))
+    norm = columns * 4 + 256 if prologue == _NORM_QUANTIZE else 0
+    return sums + mail + norm + 16 + -(-activations // 16) * 16 + over
+
+
+def has_wgmma(device: torch.device) -> bool:
+    """Whether kernels of `device` may use wgmma."""
+    return jit.emulated(device) or torch.cuda.get_device_capability(device)[0] == 9
 
 
 def _multiprocessors(device: torch.device) -> int:
@@ -590,7 +626,7 @@ def _multiprocessors(device: torch.device) -> int:
 # ---- what a step compiles -------------------------------------------------------------------------------------------
 
 
-def _released(rows: int) -> list[Plan]:
+def _released(rows: int, *, wgmma: bool = True) -> list[Plan]:
     """The launches of one rank of four at the released sizes, for the test that all of it compiles without spills."""
 
     def empty(*shape: int, dtype: torch.dtype = torch.uint8) -> Tensor:
@@ -625,7 +661,7 @@ def _released(rows: int) -> list[Plan]:
     wo_a = [Segment(weight(1024, 4096), bf16(4096), replace(u, column=1024 * g)) for g in range(2)]
     peers = Peers([floats(5120)] * 4)
     plans = [
-        plan_product(segments, rows, extra, choose_shape(segments, rows))
+        plan_product(segments, rows, extra, choose_shape(segments, rows, wgmma=wgmma))
         for segments, extra in (
             (plain, mixes),
             (plain + source, mixes),
@@ -648,6 +684,7 @@ def _released(rows: int) -> list[Plan]:
 
 SOURCES: list[tuple[jit.Source, dict[str, jit.Constant]]] = [
     *((plan.source, plan.constants) for rows in (6, 48, 192) for plan in _released(rows)),
+    *((plan.source, plan.constants) for rows in (6, 48) for plan in _released(rows, wgmma=False)[:7]),
     (QUANTIZE, {"COLUMNS": 1280, "X_STRIDE": 1792, "NORM": True, "EPS": 1e-20}),
     (QUANTIZE, {"COLUMNS": 1536, "X_STRIDE": 1536, "NORM": False, "EPS": 0.0}),
 ]

@@ -1,4 +1,4 @@
-// Operands of a skinny product: how a lane reads and decodes 16 x 32 weights and 8 x 32 activations, and multiplies.
+// Operands of a skinny product by mma.sync: how a lane decodes 16 x 32 weights and 8 x 32 activations, and multiplies.
 //
 // K runs in groups of 32 columns, the groups of the fp8 scales. A lane with r = lane / 4, q = lane % 4 holds the parts
 // of mma.m16n8k16 that belong to output rows r, r + 8 and to activation row r. Both operands may order the columns of
@@ -41,13 +41,13 @@ template <int KIND> DEVICE int lane_offset() {
   return KIND == FP8_AT_BF16 ? (lane & 2) * 64 + (lane >> 2) * 16 + (lane & 1) * 8 : lane * 4;
 }
 
-// `fragment` is at the lane's offset in the fragment of a group, whose 128-byte pieces lie PIECE bytes apart. FROM_L2:
-// written by an earlier kernel; otherwise it is in shared memory.
-template <int KIND, int PIECE, bool FROM_L2> DEVICE void load_activations(Activations& x, const u8* fragment) {
+// `fragment` is at the lane's offset in the fragment of a group. FROM_L2: written by an earlier kernel; otherwise it is
+// in shared memory.
+template <int KIND, bool FROM_L2> DEVICE void load_activations(Activations& x, const u8* fragment) {
   if constexpr (KIND == FP8_AT_BF16) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const uint2* at = (const uint2*)(fragment + half * 2 * PIECE);
+      const uint2* at = (const uint2*)(fragment + half * 256);
       uint2 pair = FROM_L2 ? load_l2(at) : *at;
       x.word[2 * half] = pair.x;
       x.word[2 * half + 1] = pair.y;
@@ -55,7 +55,7 @@ template <int KIND, int PIECE, bool FROM_L2> DEVICE void load_activations(Activa
   } else {
 #pragma unroll
     for (int i = 0; i < (KIND == FP8 ? 2 : 4); ++i) {
-      const u32* at = (const u32*)(fragment + i * PIECE);
+      const u32* at = (const u32*)(fragment + i * 128);
       x.word[i] = FROM_L2 ? load_l2(at) : *at;
     }
   }
@@ -91,56 +91,58 @@ template <int KIND> DEVICE void decode_activations(Columns& c, const Activations
   }
 }
 
-// An e4m3 pair as a bf16 pair, exactly: three conversions and no shifts or masks, whose pipe is the busy one.
-DEVICE u32 e4m3x2_to_bf16x2_by_f32(u32 codes) {
+// An e4m3 pair, times a power of two, as a bf16 pair: exact, since bf16 has the range of float32.
+DEVICE u32 scaled_bf16x2(u32 codes, float scale) {
   u32 pair = e4m3x2_to_f16x2(codes);
-  return f32x2_to_bf16x2(as_float(f16x2_to_f32_low(pair)), as_float(f16x2_to_f32_high(pair)));
+  return f32x2_to_bf16x2(scale * as_float(f16x2_to_f32_low(pair)), scale * as_float(f16x2_to_f32_high(pair)));
 }
 
-struct Rows {  // a lane's A operands of two products
+struct Operand {  // a lane's A operands of two products: a unit, decoded
   u32 a[8];
 };
 
-// `unit`: the group's unit in shared memory.
-template <int KIND> DEVICE void decode_weights(Rows& w, const u8* unit) {
-  const uint4* at = (const uint4*)unit + lane_id();
-  uint4 first = at[0];
+// A lane's part of a unit, as stored (`second`: of bf16) and decoded. FP8_AT_BF16: `scale` is multiplied in.
+struct Unit { uint4 first, second; };
+template <int KIND> DEVICE void stream_unit(Unit& unit, const u8* at) {  // from global memory; `at`: the lane's
+  unit.first = load_stream(at);
+  if constexpr (KIND == BF16) unit.second = load_stream(at + 512);
+}
+template <int KIND> DEVICE void read_unit(Unit& unit, const u8* at) {  // from shared memory
+  unit.first = *(const uint4*)at;
+  if constexpr (KIND == BF16) unit.second = *(const uint4*)(at + 512);
+}
+template <int KIND> DEVICE void decode_unit(Operand& w, const Unit& unit, float scale) {
+  u32 words[4] = {unit.first.x, unit.first.y, unit.first.z, unit.first.w};
   if constexpr (KIND == BF16) {
-    uint4 second = at[32];
-    w.a[0] = first.x, w.a[1] = first.y, w.a[2] = first.z, w.a[3] = first.w;
-    w.a[4] = second.x, w.a[5] = second.y, w.a[6] = second.z, w.a[7] = second.w;
-  } else {
-    u32 words[4] = {first.x, first.y, first.z, first.w};  // rows r, r + 8 of the first half group, then of the second
+    u32 others[4] = {unit.second.x, unit.second.y, unit.second.z, unit.second.w};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) w.a[i] = words[i], w.a[4 + i] = others[i];
+  } else {  // words: rows r, r + 8 of the first half group, then of the second
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       int to = (i >> 1) * 4 + (i & 1);
       Halves h = halves(words[i]);
-      w.a[to] = KIND == FP8 ? e4m3x2_to_f16x2(h.low) : e4m3x2_to_bf16x2_by_f32(h.low);
-      w.a[to + 2] = KIND == FP8 ? e4m3x2_to_f16x2(h.high) : e4m3x2_to_bf16x2_by_f32(h.high);
+      w.a[to] = KIND == FP8 ? e4m3x2_to_f16x2(h.low) : scaled_bf16x2(h.low, scale);
+      w.a[to + 2] = KIND == FP8 ? e4m3x2_to_f16x2(h.high) : scaled_bf16x2(h.high, scale);
     }
   }
 }
 
-// acc += scale * weights x activations of a group. A group of fp8 has accumulators of its own: its scale is not in the
-// operands, and f16 products of e4m3 values are exact, so the sum is rounded as float32 sums are.
-template <int KIND> DEVICE void multiply(float (&acc)[4], const Rows& w, float scale, const Columns& x) {
-  if constexpr (KIND == BF16) {
-    mma_bf16(acc, w.a[0], w.a[1], w.a[2], w.a[3], x.b[0], x.b[1]);
-    mma_bf16(acc, w.a[4], w.a[5], w.a[6], w.a[7], x.b[2], x.b[3]);
-  } else {
+// acc += weights x activations of a group. FP8: the scales are not in the operands, so a group has accumulators of its
+// own; f16 products of e4m3 values are exact, and the sum is rounded as float32 sums are.
+template <int KIND> DEVICE void multiply(float (&acc)[4], const Operand& w, float scale, const Columns& x) {
+  if constexpr (KIND == FP8) {
     float d[4] = {0.0f, 0.0f, 0.0f, 0.0f};
-    if constexpr (KIND == FP8) {
-      mma_f16(d, w.a[0], w.a[1], w.a[2], w.a[3], x.b[0], x.b[1]);
-      mma_f16(d, w.a[4], w.a[5], w.a[6], w.a[7], x.b[2], x.b[3]);
-    } else {
-      mma_bf16(d, w.a[0], w.a[1], w.a[2], w.a[3], x.b[0], x.b[1]);
-      mma_bf16(d, w.a[4], w.a[5], w.a[6], w.a[7], x.b[2], x.b[3]);
-    }
-    float even = KIND == FP8 ? scale * x.scale[0] : scale, odd = KIND == FP8 ? scale * x.scale[1] : scale;
+    mma_f16(d, w.a[0], w.a[1], w.a[2], w.a[3], x.b[0], x.b[1]);
+    mma_f16(d, w.a[4], w.a[5], w.a[6], w.a[7], x.b[2], x.b[3]);
+    float even = scale * x.scale[0], odd = scale * x.scale[1];
     acc[0] = fmaf(d[0], even, acc[0]);
     acc[1] = fmaf(d[1], odd, acc[1]);
     acc[2] = fmaf(d[2], even, acc[2]);
     acc[3] = fmaf(d[3], odd, acc[3]);
+  } else {
+    mma_bf16(acc, w.a[0], w.a[1], w.a[2], w.a[3], x.b[0], x.b[1]);
+    mma_bf16(acc, w.a[4], w.a[5], w.a[6], w.a[7], x.b[2], x.b[3]);
   }
 }
 

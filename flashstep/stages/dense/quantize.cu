@@ -3,22 +3,27 @@
 // Compiled with COLUMNS, X_STRIDE, NORM, EPS.
 #include "dense/norm.cuh"
 
-constexpr int PER_LANE = (COLUMNS + 255) / 256;
-constexpr int PARTS = NORM ? 2 : PER_LANE;  // warps of a row, on as many blocks: with a norm each reads the whole row
+constexpr int GROUPS = COLUMNS / 32;
+constexpr int COUNT = (GROUPS + 7) / 8;  // groups of a warp, where a block has the whole row
+constexpr int PARTS = COUNT;             // blocks of 8 rows; with a norm each reads all of them
 
 KERNEL(quantize, Quantize, 256, 1) {
   launch_dependents();
-  int tile = (int)blockIdx.x / PARTS, part = (int)blockIdx.x % PARTS, row = tile * 8 + warp_id();
-  u8* codes = p.codes + (i64)tile * (COLUMNS / 16) * 128 + (row & 7) * 16;
-  u8* scales = p.scales + (i64)tile * (COLUMNS / 32) * 8 + (row & 7);
-  const bf16* x = p.x + (i64)row * X_STRIDE;
+  int tile = (int)blockIdx.x / PARTS, part = (int)blockIdx.x % PARTS;
+  int rows = min(8, p.rows - tile * 8);
+  const bf16* x = p.x + (i64)tile * 8 * X_STRIDE;
+  u8* codes = p.codes + (i64)tile * GROUPS * 256;
+  u8* scales = p.scales + (i64)tile * GROUPS * 8;
+  auto store = [&](int group, int row, int quarter, uint2 words, u32 code) {
+    *(uint2*)(codes + codes_offset(group, row, quarter)) = words;
+    if (quarter == 0) scales[group * 8 + row] = (u8)code;
+  };
   wait_for_dependencies();
-  if (row >= p.rows) return;
   if constexpr (NORM) {
-    quantize_row<true, PER_LANE, 128, PARTS>(x, COLUMNS / 8, p.norm, EPS, part, codes, scales);
-  } else {  // 256 columns a warp
-    int pieces = min(32, COLUMNS / 8 - part * 32);
-    codes += part * 16 * 128;
-    quantize_row<false, 1, 128, 1>(x + part * 256, pieces, nullptr, 0.0f, 0, codes, scales + part * 64);
+    quantize_rows<true, COUNT, PARTS>(x, X_STRIDE, GROUPS, rows, p.norm, EPS, part, (float*)shared_memory(), store);
+  } else {  // a block has 8 groups of its own
+    codes += part * 8 * 256, scales += part * 8 * 8;
+    quantize_rows<false, 1, 1>(x + part * 256, X_STRIDE, min(8, GROUPS - part * 8), rows, nullptr, 0.0f, 0, nullptr,
+                               store);
   }
 }

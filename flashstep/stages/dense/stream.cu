@@ -130,15 +130,17 @@ KERNEL(stream, Stream, (CONSUMERS + 1) * 32, 1) {
         for (int i = 0; i < STAGE_GROUPS / PARTS; ++i) {
           int g = i * PARTS + part;
           if (GROUPS % STAGE_GROUPS != 0 && g >= groups) continue;
-          Rows w;
-          decode_weights<KIND>(w, weights + g * unit_bytes(KIND));
+          Unit unit;
+          Operand w;
+          read_unit<KIND>(unit, weights + g * unit_bytes(KIND) + lane * 16);
           float scale = KIND == BF16 ? 1.0f : scales[g];
+          decode_unit<KIND>(w, unit, scale);
 #pragma unroll
           for (int j = 0; j < ROW_TILES; ++j) {
             Activations a;
             Columns columns;
             if (j >= row_tiles) continue;
-            load_activations<KIND, 128, false>(a, x + j * X_BYTES + g * fragment_bytes(KIND) + lane_offset<KIND>());
+            load_activations<KIND, false>(a, x + j * X_BYTES + g * fragment_bytes(KIND) + lane_offset<KIND>());
             load_scales<KIND, false>(a, x_scales + j * X_SCALE_BYTES + g * 8 + scales_offset());
             decode_activations<KIND>(columns, a);
             multiply<KIND>(acc[i % SETS][j], w, scale, columns);

@@ -143,13 +143,13 @@ class Shape:
 class Tuning:
     """How a product kernel is built: warpgroups that multiply, stages of its ring, packed pieces of K in a stage.
 
-    batch: groups of 32 columns that a warpgroup has in flight, a multiple of 4; more hide latency and take registers.
+    mma_warpgroups: how many of the warpgroups take mma.sync where the others take wgmma.
     """
 
     warpgroups: int
     stages: int
     pieces: int
-    batch: int = 8
+    mma_warpgroups: int = 0
 
 
 def gate_up_tuning(shape: Shape) -> Tuning:
@@ -441,7 +441,7 @@ def _constants(shape: Shape, rows: int, columns: int, tuning: Tuning, wgmma: boo
         "WARPGROUPS": tuning.warpgroups,
         "STAGES": tuning.stages,
         "PIECES": tuning.pieces,
-        "BATCH": tuning.batch,
+        "MMA_WARPGROUPS": tuning.mma_warpgroups,
         "WGMMA": wgmma,
         "WIDE": rows > TILE_ROWS,
         # The emulator counts whole warpgroups; on a GPU idle warps would cost the registers of a second block.

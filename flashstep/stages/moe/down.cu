@@ -39,12 +39,13 @@ struct Place {
   int shared_pairs, pairs;
   int tile, pair, step;  // pair counts the shared ones first
   METHOD int per_tile() const { return shared_pairs * SHARED_STEPS + pairs * STEPS; }
-  METHOD void seek(int unit) {
-    tile = unit / per_tile();
-    int rest = unit % per_tile(), in_shared = shared_pairs * SHARED_STEPS;
-    pair = rest < in_shared ? rest / SHARED_STEPS : shared_pairs + (rest - in_shared) / STEPS;
-    step = rest < in_shared ? rest % SHARED_STEPS : (rest - in_shared) % STEPS;
+  METHOD int all_pairs() const { return shared_pairs + pairs; }
+  // The unit at which the `number`-th pair of all tiles' pairs begins.
+  METHOD int unit_of(int number) const {
+    int in_tile = number % all_pairs(), of_shared = min(in_tile, shared_pairs);
+    return number / all_pairs() * per_tile() + of_shared * SHARED_STEPS + (in_tile - of_shared) * STEPS;
   }
+  METHOD void seek(int number) { tile = number / all_pairs(), pair = number % all_pairs(), step = 0; }
   METHOD bool routed() const { return pair >= shared_pairs; }
   METHOD bool ends_pair() const { return step + 1 == (routed() ? STEPS : SHARED_STEPS); }
   METHOD bool ends_tile() const { return ends_pair() && pair + 1 == shared_pairs + pairs; }
@@ -95,15 +96,12 @@ struct Producer {
 template <bool FP4> DEVICE void multiply(float (&acc)[4], const Stage& stage, int warpgroup, int warp, int lane) {
   typedef Piece<FP4, FP4 ? PIECE : SHARED_PIECE> P;
   constexpr int COLUMNS = FP4 ? H_COLUMNS : SHARED_PIECE;
-#pragma unroll 1  // registers of one piece at a time
-  for (int i = 0; i < PIECES; i++)
-    product<FP4, FP4 ? PIECE : SHARED_PIECE, COLUMNS / 32>(
-        acc, stage.weights + warpgroup * SLOT_BYTES + i * P::BYTES, stage.codes + i * COLUMNS * 8,
-        (const float*)(stage.scales + i * COLUMNS), warp, lane);
+  product<FP4, FP4 ? PIECE : SHARED_PIECE, COLUMNS / 32, PIECES>(
+      acc, stage.weights + warpgroup * SLOT_BYTES, stage.codes, (const float*)stage.scales, warpgroup, warp, lane);
 }
 
 // A tile's sums of this block are in `sums` [rows][SUMS]: complete them, if other blocks have parts, and send them.
-DEVICE void finish(const Down& p, Shared& s, const Split& split, float* sums, int per_tile, int tile, bool whole,
+DEVICE void finish(const Down& p, Shared& s, const Split& split, float* sums, int pairs, int tile, bool whole,
                    int rows) {
   int warpgroup = threadIdx.x >> 7, thread = threadIdx.x & 127, barrier = 1 + warpgroup;
   sync_some(barrier, 128);
@@ -117,7 +115,7 @@ DEVICE void finish(const Down& p, Shared& s, const Split& split, float* sums, in
   if (whole) {
     sharing.first = sharing.last = me;
   } else {
-    sharing.first = split.owner(tile * per_tile), sharing.last = split.owner(tile * per_tile + per_tile - 1);
+    sharing.first = split.owner(tile * pairs), sharing.last = split.owner(tile * pairs + pairs - 1);
     sharing.arrivals = p.arrivals + sharing.first * WARPGROUPS + warpgroup;
     if (!last_to_come(sharing, &s.flag[warpgroup], barrier, [&] {
           for (int i = thread; i < rows * 16; i += 128) *place(me, i) = own(i);
@@ -153,9 +151,10 @@ KERNEL(down, Down, THREADS, WIDE || WARPGROUPS > 2 ? 1 : 2) {
   for (int i = tid; i < pairs; i += blockDim.x) experts[i] = load_l2(p.list + 4 + i);
   sync_block();
   Place at{shared_pairs, pairs, 0, 0, 0};
-  const Split split = Split::even(TILES * at.per_tile(), gridDim.x);
-  const int begin = split.begin(blockIdx.x), end = split.begin(blockIdx.x + 1);
-  at.seek(begin);
+  // Blocks share whole pairs: an expert's product is complete, and rounded to bf16, before the experts are added.
+  const Split split = Split::even(TILES * at.all_pairs(), gridDim.x);
+  const int begin = at.unit_of(split.begin(blockIdx.x)), end = at.unit_of(split.begin(blockIdx.x + 1));
+  at.seek(split.begin(blockIdx.x));
   if (warp == WARPGROUPS * 4 && lane == 0) {
     Producer producer{p, s, experts, evict_first_policy()};
     const int ahead = min(end - begin, STAGES);
@@ -182,7 +181,8 @@ KERNEL(down, Down, THREADS, WIDE || WARPGROUPS > 2 ? 1 : 2) {
     int warpgroup = warp >> 2;
     warp &= 3;
     float* sums = all_sums + warpgroup * rows * SUMS;
-    float acc[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+    float acc[4] = {0.0f, 0.0f, 0.0f, 0.0f};  // of a pair
+    float sum[4] = {0.0f, 0.0f, 0.0f, 0.0f};  // of a tile's pairs
     int2 pair_rows = make_int2(0, 0);
     bool pair_begins = true, tile_begins = true;
     int first_unit = begin;
@@ -204,22 +204,28 @@ KERNEL(down, Down, THREADS, WIDE || WARPGROUPS > 2 ? 1 : 2) {
       cursor.advance();
       bool last = unit + 1 == end;
       pair_begins = at.ends_pair(), tile_begins = at.ends_tile();
-      if (last || (WIDE ? pair_begins : tile_begins)) {
+      if (pair_begins) {
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+          acc[i] = round_bf16(at.routed() ? acc[i] * fp4_factor(warpgroup) : acc[i]);
+          sum[i] += acc[i];
+        }
         float* mine = sums + warp * 16 + (lane >> 2);
         if constexpr (WIDE) {
           if (pair_rows.x >= 0) mine[pair_rows.x * SUMS] += acc[0], mine[pair_rows.x * SUMS + 8] += acc[2];
           if (pair_rows.y >= 0) mine[pair_rows.y * SUMS] += acc[1], mine[pair_rows.y * SUMS + 8] += acc[3];
           sync_warp();
-        } else {
+        } else if (last || tile_begins) {
           int row = (lane & 3) * 2;
-          mine[row * SUMS] = acc[0], mine[row * SUMS + 8] = acc[2];
-          mine[(row + 1) * SUMS] = acc[1], mine[(row + 1) * SUMS + 8] = acc[3];
+          mine[row * SUMS] = sum[0], mine[row * SUMS + 8] = sum[2];
+          mine[(row + 1) * SUMS] = sum[1], mine[(row + 1) * SUMS + 8] = sum[3];
+          sum[0] = sum[1] = sum[2] = sum[3] = 0.0f;
         }
         acc[0] = acc[1] = acc[2] = acc[3] = 0.0f;
       }
       if (last || tile_begins) {
         bool whole = tile_begins && unit + 1 - first_unit == at.per_tile();
-        finish(p, s, split, sums, at.per_tile(), at.tile, whole, rows);
+        finish(p, s, split, sums, at.all_pairs(), at.tile, whole, rows);
         sync_some(1 + warpgroup, 128);  // before the sums are written again
       }
       at.advance();

@@ -23,8 +23,12 @@ constexpr bool USE_WGMMA = WGMMA;
 constexpr bool USE_WGMMA = false;
 #endif
 
+// wgmma with eight rows is bound by the rate of its instructions and mma.sync by that of the warps' own, so some
+// warpgroups take the one and some the other: both units work at the same time.
+constexpr int WGMMA_GROUPS = USE_WGMMA ? WARPGROUPS - MMA_WARPGROUPS : 0;
+DEVICE bool takes_wgmma(int warpgroup) { return warpgroup < WGMMA_GROUPS; }
 // What an expanded fp4 code lacks to its value: bits are moved to where e4m3 or f16 has them, not rebiased.
-constexpr float FP4_FACTOR = USE_WGMMA ? 64.0f : 16384.0f;
+DEVICE float fp4_factor(int warpgroup) { return takes_wgmma(warpgroup) ? 64.0f : 16384.0f; }
 constexpr int CONSUMERS = WARPGROUPS * 128;  // threads that multiply; one more warp copies
 
 template <bool FP4, int COLUMNS> struct Piece {
@@ -60,86 +64,117 @@ template <int COUNT> DEVICE void load_units(uint4 (&units)[COUNT], const u8* cod
   for (int i = 0; i < COUNT; i++) units[i] = *(const uint4*)(codes + (i * 4 + warp) * 512 + lane * 16);
 }
 
-// acc += COUNT groups of 32 columns from group FIRST of a piece, scaled. Accumulators as in mma_f16: lane 4 r + q of
-// warp w has rows 16 w + r (+ 8) and activation rows 2 q, 2 q + 1.
-template <bool FP4, int COLUMNS, int FIRST, int COUNT>
-DEVICE void product_batch(float (&acc)[4], const u8* piece, const u8* b, const float* b_scales, int warp, int lane) {
+// Groups of 32 columns that a warp has in flight together: whole words of their scales, few registers.
+template <int GROUPS> DEVICE constexpr int batch_of() { return GROUPS % 4 == 0 ? 4 : GROUPS % 2 == 0 ? 2 : 1; }
+
+// One batch: its weights, its products, and what scales them.
+template <bool TENSOR, bool FP4, int COLUMNS, int REAL, int COUNT> struct Batch {
   typedef Piece<FP4, COLUMNS> P;
-  constexpr int UNITS = FP4 ? (COUNT + 1) / 2 : COUNT, WORDS = (COUNT + P::WORD - 1) / P::WORD;
-  uint4 units[UNITS];
-  load_units(units, piece + FIRST * (FP4 ? 1024 : 2048), warp, lane);
+  static constexpr int UNITS = FP4 ? (COUNT + 1) / 2 : COUNT, WORDS = (COUNT + P::WORD - 1) / P::WORD;
+  u32 a[COUNT][4];
   float d[COUNT][4];
   u32 scales[WORDS][2];
-  auto load_row_scales = [&]() {
+
+  // Start the products of groups `first`.. of `piece`; `b` are the operand's codes of that piece.
+  METHOD void start(const u8* piece, const u8* b, int first, int warp, int lane) {
+    uint4 units[UNITS];
+    load_units(units, piece + first * (FP4 ? 1024 : 2048), warp, lane);
+    int row = warp * 16 + (lane >> 2);
 #pragma unroll
     for (int i = 0; i < WORDS; i++) {
-      int row = warp * 16 + (lane >> 2);
-      scales[i][0] = load_scales<P::WORD>(piece + P::CODES, FIRST / P::WORD + i, row);
-      scales[i][1] = load_scales<P::WORD>(piece + P::CODES, FIRST / P::WORD + i, row + 8);
+      scales[i][0] = load_scales<P::WORD>(piece + P::CODES, first / P::WORD + i, row);
+      scales[i][1] = load_scales<P::WORD>(piece + P::CODES, first / P::WORD + i, row + 8);
     }
-  };
-  if constexpr (USE_WGMMA) {
+    if constexpr (TENSOR) {
 #ifdef HAS_WGMMA
-    u32 a[COUNT][4];
 #pragma unroll
-    for (int g = 0; g < COUNT; g++) {
-      if constexpr (FP4) {
-        u32 first = g & 1 ? units[g / 2].z : units[g / 2].x, second = g & 1 ? units[g / 2].w : units[g / 2].y;
-        a[g][0] = e2m1_low_to_e4m3(first), a[g][1] = e2m1_high_to_e4m3(first);
-        a[g][2] = e2m1_low_to_e4m3(second), a[g][3] = e2m1_high_to_e4m3(second);
-      } else {
-        a[g][0] = units[g].x, a[g][1] = units[g].y, a[g][2] = units[g].z, a[g][3] = units[g].w;
-      }
-    }
-    wgmma_begin();
-#pragma unroll
-    for (int g = 0; g < COUNT; g++)
-      wgmma_e4m3(d[g], a[g][0], a[g][1], a[g][2], a[g][3], wgmma_descriptor(b + (FIRST + g) * 256));
-    wgmma_commit();
-    load_row_scales();  // while the products run
-    wgmma_wait<0>();
-#endif
-  } else {
-    load_row_scales();
-    const u8* b_row = b + FIRST * 256 + (lane >> 2) * 16 + (lane & 3) * 4;
-#pragma unroll
-    for (int g = 0; g < COUNT; g++) {
-      d[g][0] = d[g][1] = d[g][2] = d[g][3] = 0.0f;
-#pragma unroll
-      for (int half = 0; half < 2; half++) {
-        u32 x = *(const u32*)(b_row + (2 * g + half) * 128);
-        if constexpr (FP4) {  // the order of columns inside a product is free: even and odd, as the nibbles lie
-          u32 w = g & 1 ? (half ? units[g / 2].w : units[g / 2].z) : (half ? units[g / 2].y : units[g / 2].x);
-          x = permute_bytes(x, 0, 0x3120);
-          mma_f16(d[g], e2m1_to_f16_low_even(w), e2m1_to_f16_high_even(w), e2m1_to_f16_low_odd(w),
-                  e2m1_to_f16_high_odd(w), e4m3x2_to_f16x2(x), e4m3x2_to_f16x2(x >> 16));
+      for (int g = 0; g < COUNT; g++) {
+        if constexpr (FP4) {
+          u32 low = g & 1 ? units[g / 2].z : units[g / 2].x, high = g & 1 ? units[g / 2].w : units[g / 2].y;
+          a[g][0] = e2m1_low_to_e4m3(low), a[g][1] = e2m1_high_to_e4m3(low);
+          a[g][2] = e2m1_low_to_e4m3(high), a[g][3] = e2m1_high_to_e4m3(high);
         } else {
-          u32 low = half ? units[g].z : units[g].x, high = half ? units[g].w : units[g].y;
-          mma_f16(d[g], e4m3x2_to_f16x2(low), e4m3x2_to_f16x2(high), e4m3x2_to_f16x2(low >> 16),
-                  e4m3x2_to_f16x2(high >> 16), e4m3x2_to_f16x2(x), e4m3x2_to_f16x2(x >> 16));
+          a[g][0] = units[g].x, a[g][1] = units[g].y, a[g][2] = units[g].z, a[g][3] = units[g].w;
+        }
+      }
+      wgmma_begin();
+#pragma unroll
+      for (int g = 0; g < COUNT; g++)
+        if (first + g < REAL)
+          wgmma_e4m3(d[g], a[g][0], a[g][1], a[g][2], a[g][3], wgmma_descriptor(b + (first + g) * 256));
+      wgmma_commit();
+#endif
+    } else {
+      const u8* b_row = b + first * 256 + (lane >> 2) * 16 + (lane & 3) * 4;
+#pragma unroll
+      for (int g = 0; g < COUNT && first + g < REAL; g++) {
+        d[g][0] = d[g][1] = d[g][2] = d[g][3] = 0.0f;
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+          u32 x = *(const u32*)(b_row + (2 * g + half) * 128);
+          if constexpr (FP4) {  // the order of columns inside a product is free: even and odd, as the nibbles lie
+            u32 w = g & 1 ? (half ? units[g / 2].w : units[g / 2].z) : (half ? units[g / 2].y : units[g / 2].x);
+            x = permute_bytes(x, 0, 0x3120);
+            mma_f16(d[g], e2m1_to_f16_low_even(w), e2m1_to_f16_high_even(w), e2m1_to_f16_low_odd(w),
+                    e2m1_to_f16_high_odd(w), e4m3x2_to_f16x2(x), e4m3x2_to_f16x2(x >> 16));
+          } else {
+            u32 low = half ? units[g].z : units[g].x, high = half ? units[g].w : units[g].y;
+            mma_f16(d[g], e4m3x2_to_f16x2(low), e4m3x2_to_f16x2(high), e4m3x2_to_f16x2(low >> 16),
+                    e4m3x2_to_f16x2(high >> 16), e4m3x2_to_f16x2(x), e4m3x2_to_f16x2(x >> 16));
+          }
         }
       }
     }
   }
+
+  // acc += the products, scaled; they are complete.
+  METHOD void add(float (&acc)[4], const float* b_scales, int first, int lane) {
 #pragma unroll
-  for (int g = 0; g < COUNT; g++) {
-    float2 x = *(const float2*)(b_scales + (FIRST + g) * 8 + (lane & 3) * 2);
-    float w0 = scale_of(scales[g / P::WORD][0], g % P::WORD), w1 = scale_of(scales[g / P::WORD][1], g % P::WORD);
-    acc[0] = fmaf(d[g][0], w0 * x.x, acc[0]);
-    acc[1] = fmaf(d[g][1], w0 * x.y, acc[1]);
-    acc[2] = fmaf(d[g][2], w1 * x.x, acc[2]);
-    acc[3] = fmaf(d[g][3], w1 * x.y, acc[3]);
+    for (int g = 0; g < COUNT && first + g < REAL; g++) {
+      float2 x = *(const float2*)(b_scales + (first + g) * 8 + (lane & 3) * 2);
+      float w0 = scale_of(scales[g / P::WORD][0], g % P::WORD), w1 = scale_of(scales[g / P::WORD][1], g % P::WORD);
+      acc[0] = fmaf(d[g][0], w0 * x.x, acc[0]);
+      acc[1] = fmaf(d[g][1], w0 * x.y, acc[1]);
+      acc[2] = fmaf(d[g][2], w1 * x.x, acc[2]);
+      acc[3] = fmaf(d[g][3], w1 * x.y, acc[3]);
+    }
+  }
+};
+
+// acc += NUM pieces of a stage, of which only the first REAL groups exist each (fp4 is padded to pairs of groups). While
+// the tensor cores work on a batch, the warp scales the one before. Accumulators as in mma_f16: lane 4 r + q of warp w
+// has rows 16 w + r (+ 8) and activation rows 2 q, 2 q + 1.
+template <bool TENSOR, bool FP4, int COLUMNS, int REAL, int NUM>
+DEVICE void product_with(float (&acc)[4], const u8* stage, const u8* b, const float* b_scales, int warp, int lane) {
+  typedef Piece<FP4, COLUMNS> P;
+  constexpr int COUNT = batch_of<COLUMNS / 32>(), PER_PIECE = (REAL + COUNT - 1) / COUNT, BATCHES = NUM * PER_PIECE;
+  Batch<TENSOR, FP4, COLUMNS, REAL, COUNT> batch[2];
+#pragma unroll
+  for (int i = 0; i <= BATCHES; i++) {
+    if (i < BATCHES) {
+      int piece = i / PER_PIECE, first = i % PER_PIECE * COUNT;
+      batch[i & 1].start(stage + piece * P::BYTES, b + piece * REAL * 256, first, warp, lane);
+    }
+    if (i > 0) {
+      int before = i - 1, piece = before / PER_PIECE, first = before % PER_PIECE * COUNT;
+#ifdef HAS_WGMMA
+      if constexpr (TENSOR) {
+        if (i < BATCHES) wgmma_wait<1>();
+        else wgmma_wait<0>();
+      }
+#endif
+      batch[before & 1].add(acc, b_scales + piece * REAL * 8, first, lane);
+    }
   }
 }
 
-// acc += a whole piece, of which only the first REAL groups exist (fp4 is padded to pairs of groups). BATCH groups are
-// in flight at once, with four registers of weights and four of accumulators each.
-static_assert(BATCH % 4 == 0, "a batch begins at a whole word of scales");
-template <bool FP4, int COLUMNS, int REAL, int FIRST = 0>
-DEVICE void product(float (&acc)[4], const u8* piece, const u8* b, const float* b_scales, int warp, int lane) {
-  constexpr int COUNT = REAL - FIRST < BATCH ? REAL - FIRST : BATCH;
-  product_batch<FP4, COLUMNS, FIRST, COUNT>(acc, piece, b, b_scales, warp, lane);
-  if constexpr (FIRST + COUNT < REAL) product<FP4, COLUMNS, REAL, FIRST + COUNT>(acc, piece, b, b_scales, warp, lane);
+template <bool FP4, int COLUMNS, int REAL, int NUM>
+DEVICE void product(float (&acc)[4], const u8* stage, const u8* b, const float* b_scales, int warpgroup, int warp,
+                    int lane) {
+  if constexpr (WGMMA_GROUPS == WARPGROUPS) product_with<true, FP4, COLUMNS, REAL, NUM>(acc, stage, b, b_scales, warp, lane);
+  else if constexpr (WGMMA_GROUPS == 0) product_with<false, FP4, COLUMNS, REAL, NUM>(acc, stage, b, b_scales, warp, lane);
+  else if (takes_wgmma(warpgroup)) product_with<true, FP4, COLUMNS, REAL, NUM>(acc, stage, b, b_scales, warp, lane);
+  else product_with<false, FP4, COLUMNS, REAL, NUM>(acc, stage, b, b_scales, warp, lane);
 }
 
 // ---- the split --------------------------------------------------------------------------------------------------

@@ -180,10 +180,7 @@ struct Consumer {
       const float* scales = (const float*)(rows + 8 * HIDDEN) + step * (PIECES * COLUMNS / 4);
       barrier_wait(&s.full[cursor.stage], cursor.parity);
       const u8* piece = s.ring[cursor.stage] + warpgroup * SLOT_BYTES;
-#pragma unroll 1  // registers of one piece at a time
-      for (int i = 0; i < PIECES; i++)
-        product<FP4, COLUMNS, COLUMNS / 32>(acc, piece + i * P::BYTES, codes + i * COLUMNS * 8,
-                                            scales + i * COLUMNS / 4, warp, lane);
+      product<FP4, COLUMNS, COLUMNS / 32, PIECES>(acc, piece, codes, scales, warpgroup, warp, lane);
       sync_warp();
       if (lane == 0) barrier_arrive(&s.empty[cursor.stage]);
       cursor.advance();
@@ -219,7 +216,7 @@ struct Consumer {
       }
       acc[0] = total.x, acc[1] = total.y, acc[2] = total.z, acc[3] = total.w;
     }
-    constexpr float FACTOR = FP4 ? FP4_FACTOR : 1.0f;
+    const float factor = FP4 ? fp4_factor(warpgroup) : 1.0f;
     int h_pair = tile / TILES + (FP4 ? work.shared_pairs : 0), group = (tile % TILES) * WARPGROUPS + warpgroup;
     int row = (lane & 3) * 2;  // and row + 1
     float2 weight = make_float2(1.0f, 1.0f);
@@ -230,8 +227,8 @@ struct Consumer {
     float h[2];
 #pragma unroll
     for (int i = 0; i < 2; i++) {
-      float gate = fminf(round_bf16(acc[i] * FACTOR), LIMIT);
-      float up = fminf(fmaxf(round_bf16(acc[2 + i] * FACTOR), -LIMIT), LIMIT);
+      float gate = fminf(round_bf16(acc[i] * factor), LIMIT);
+      float up = fminf(fmaxf(round_bf16(acc[2 + i] * factor), -LIMIT), LIMIT);
       float w = i ? weight.y : weight.x;
       h[i] = w == 0.0f ? 0.0f : round_bf16(gate / (1.0f + exp_accurate(-gate)) * up * w);
     }
@@ -255,12 +252,12 @@ struct Consumer {
       float scaled = h[i] * ue8m0_inverse(code);
       tile_h[((column >> 4) * 8 + row + i) * 16 + (column & 15)] = (u8)f32x2_to_e4m3x2(scaled, 0.0f);
       if (warp == 0 && lane < 4)  // down adds products of fp4 and fp8 weights: what the fp4 ones lack is in their h
-        ((float*)(tile_h + 8 * INNER))[group * 8 + row + i] = ue8m0_to_f32(code) * FACTOR;
+        ((float*)(tile_h + 8 * INNER))[group * 8 + row + i] = ue8m0_to_f32(code);
     }
   }
 };
 
-KERNEL(gate_up, GateUp, THREADS, WIDE || WARPGROUPS > 2 || BATCH > 4 ? 1 : 2) {
+KERNEL(gate_up, GateUp, THREADS, WIDE || WARPGROUPS > 2 ? 1 : 2) {
   Shared& s = *(Shared*)shared_memory();
   int tid = threadIdx.x, warp = warp_id(), lane = lane_id();
   bool copies = warp == WARPGROUPS * 4 && lane == 0;

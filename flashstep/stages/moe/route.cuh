@@ -41,32 +41,37 @@ DEVICE void route_row(const float* logits, const float (&bias)[PER_LANE], bool a
     if (lane < TOP_K) experts[lane] = -1, weights[lane] = 0.0f;
     return;
   }
-  float score[PER_LANE], biased[PER_LANE];
+  float score[PER_LANE];
+  u32 key[PER_LANE];  // orders as the biased score does; 0 is below every expert's
   load_lane(score, logits, lane);
 #pragma unroll
   for (int i = 0; i < PER_LANE; i++) {
     score[i] = sqrt_softplus(score[i]);
     // fmaxf also turns a NaN into the lowest score: the indices stay those of experts.
-    biased[i] = lane * PER_LANE + i < EXPERTS ? fmaxf(score[i] + bias[i], -2.0e38f) : -3.0e38f;
+    u32 bits = as_bits(fmaxf(score[i] + bias[i], -2.0e38f));
+    key[i] = lane * PER_LANE + i < EXPERTS ? bits ^ ((bits >> 31) ? 0xFFFFFFFFu : 0x80000000u) : 0u;
   }
   int mine = 0;
   float my_score = 0.0f, sum = 0.0f;
 #pragma unroll
   for (int k = 0; k < TOP_K; k++) {
-    float best = biased[0], best_score = score[0];
-    int place = 0;
+    u32 best = key[0];
 #pragma unroll
-    for (int i = 1; i < PER_LANE; i++)
-      if (biased[i] > best) best = biased[i], best_score = score[i], place = i;
-    float highest = warp_max(best);
+    for (int i = 1; i < PER_LANE; i++) best = max(best, key[i]);
+    u32 highest = warp_max_u32(best);
     int owner = lowest_bit(ballot(best == highest));
+    int place = 0;
+    float best_score = 0.0f;
+#pragma unroll
+    for (int i = PER_LANE - 1; i >= 0; i--)
+      if (key[i] == highest) place = i, best_score = score[i];
+#pragma unroll
+    for (int i = 0; i < PER_LANE; i++)
+      if (lane == owner && i == place) key[i] = 0u;
     int chosen = shuffle(place, owner);
     float chosen_score = shuffle(best_score, owner);
     sum += chosen_score;
     if (lane == k) mine = owner * PER_LANE + chosen, my_score = chosen_score;
-#pragma unroll
-    for (int i = 0; i < PER_LANE; i++)
-      if (lane == owner && i == chosen) biased[i] = -3.3e38f;
   }
   if (lane < TOP_K) experts[lane] = mine, weights[lane] = my_score / (sum + 1e-20f) * SCALING;
 }

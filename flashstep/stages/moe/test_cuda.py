@@ -12,7 +12,6 @@ from flashstep.stages.moe.cuda import Shape, Tuning
 
 TINY = Shape(256, 128, 8, 2, 1.5)
 DRAFT = Shape(256, 128, 6, 2, 1.5)
-FACTOR = {True: 64.0, False: 16384.0}  # what the scales of routed h carry for down, by product
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -170,7 +169,7 @@ class Case:
         w1, w3, w2 = decode_fp4(*self.w1), decode_fp4(*self.w3), decode_fp4(*self.w2)
         v1, v3, v2 = decode_fp8(*self.v1), decode_fp8(*self.v3), decode_fp8(*self.v2)
         pair_rows, shared = self.pair_rows(), -(-self.rows // 8)
-        expected, magnitude = torch.zeros_like(out, dtype=torch.float64), torch.zeros_like(out, dtype=torch.float64)
+        expected, magnitude, rounding = (torch.zeros_like(out, dtype=torch.float64) for _ in range(3))
         seen: set[tuple[int, int]] = set()
         for pair, rows in enumerate(pair_rows):
             real = [row for row in rows if row >= 0]
@@ -183,7 +182,9 @@ class Case:
             h = self.decode_h(pair, routed)
             self.check_h(h[places], x[real], gate, up, weight, pair)
             assert not h[[p for p in range(8) if p not in places]].any()
-            expected.index_add_(0, torch.tensor(real, dtype=torch.int64), h[places] @ down.T)
+            product = h[places] @ down.T
+            expected.index_add_(0, torch.tensor(real, dtype=torch.int64), product.bfloat16().double())
+            rounding.index_add_(0, torch.tensor(real, dtype=torch.int64), product.abs() * 2.0**-8)
             magnitude.index_add_(0, torch.tensor(real, dtype=torch.int64), h[places].abs() @ down.abs().T)
             if named is not None:
                 seen |= {(real[i], expert) for i in range(len(real)) if named[i].any()}
@@ -191,7 +192,11 @@ class Case:
         # Down of the h that the kernel made, exact but for float32 sums; wgmma on hardware keeps about 13 bits below
         # the largest product of a group.
         bound = magnitude * (2**-11 if self.wgmma and not jit.emulated(self.device) else 2**-19) + 1e-30
-        worst = ((out.double() - expected).abs() / bound).nan_to_num(nan=math.inf)
+        # Every expert's product rounds to bf16: one in doubt may round the other way. Most outputs hold to the tight
+        # bound even so (not with wgmma on hardware, whose sums are in doubt more often).
+        error = (out.double() - expected).abs().nan_to_num(nan=math.inf)
+        assert (error <= bound).double().mean() > (0.2 if self.wgmma and not jit.emulated(self.device) else 0.95)
+        worst = error / (bound + rounding)
         assert worst.max() <= 1, f"{worst.max()} bounds at {divmod(int(worst.argmax()), out.shape[1])}"
         assert magnitude.min() > 0.01  # nothing degenerate
         return out
@@ -202,7 +207,7 @@ class Case:
         tile = self.scratch["h"][pair].cpu()
         codes = tile[: 8 * inner].view(torch.float8_e4m3fn).double().view(-1, 8, 16).transpose(0, 1).flatten(1)
         scales = tile[8 * inner :].view(torch.float32).double().view(-1, 8).T
-        h: Tensor = codes * scales.repeat_interleave(32, 1) / (FACTOR[self.wgmma] if routed else 1)
+        h: Tensor = codes * scales.repeat_interleave(32, 1)
         assert h.isfinite().all()
         return h
 
