@@ -173,8 +173,8 @@ def test_scarce_pages_and_the_end_of_the_context(specialized):
     slots = PackedState.slot_bytes(specialized.config, 64, ROWS, dtype=torch.bfloat16)
     config = replace(CONFIG, enable_prefix_caching=False, max_model_len=128, kv_cache_memory=2 * slots + 3 * state)
     engine = Engine(specialized, config)
-    asked = [ask(specialized, text, tokens=48) for text in (TEXT * 3, "def main():\n" * 10)]
-    assert all(len(one.prompt) < 64 < len(one.prompt) + 48 for one in asked)  # each needs its second page
+    asked = [ask(specialized, text, tokens=72) for text in (TEXT * 3, "def main():\n" * 10)]
+    assert all(len(one.prompt) < 64 < len(one.prompt) + 72 for one in asked)  # each needs its second page
     together = run(engine, *asked)
     assert engine.stats().preemptions > 0
     roomy = Engine(specialized, replace(config, kv_cache_memory=CONFIG.kv_cache_memory))

@@ -390,8 +390,9 @@ def choose_shape(segments: Sequence[Segment], rows: int, *, wgmma: bool = True) 
         blocks = sum(-(-segment.weight.outputs // (TILE * tiles[_kind(segment)])) for segment in segments) * cluster
         return -(-blocks // (2 * _MULTIPROCESSORS if few else _MULTIPROCESSORS)) * (_slice(groups, cluster, 8) + 8)
 
-    # On an H200 clusters of three took longer than of two, with less to do in each block (4.6 and 2.9 us, wo_b).
-    clusters = [1] if few and isinstance(segments[0].x, Latent) else [1, 2, 4, 8]
+    # On an H200, few rows: wo_b took 4.6 us in clusters of three and 2.9 in clusters of two; clusters of eight made low
+    # take 5.5 us in the step instead of 3.0, wo_a 6.5 instead of 3.4.
+    clusters = [1] if few and isinstance(segments[0].x, Latent) else [1, 2, 4] if few else [1, 2, 4, 8]
     options = [cluster for cluster in clusters if fits(cluster)]
     if not options:  # long rows behind a norm: one tile, half of whose units lie in shared memory
         return Shape(cluster=clusters[-1], row_tiles=1 if few else min(row_tiles, 3))

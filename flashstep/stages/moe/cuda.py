@@ -141,15 +141,11 @@ class Shape:
 
 @dataclass(frozen=True)
 class Tuning:
-    """How a product kernel is built: warpgroups that multiply, stages of its ring, packed pieces of K in a stage.
-
-    mma_warpgroups: how many of the warpgroups take mma.sync where the others take wgmma.
-    """
+    """How a product kernel is built: warpgroups that multiply, stages of its ring, packed pieces of K in a stage."""
 
     warpgroups: int
     stages: int
     pieces: int
-    mma_warpgroups: int = 0
 
 
 def gate_up_tuning(shape: Shape) -> Tuning:
@@ -161,10 +157,9 @@ def gate_up_tuning(shape: Shape) -> Tuning:
 def down_tuning(shape: Shape, rows: int) -> Tuning:
     """The default for down. Many rows need the shared memory for their sums, so fewer warpgroups multiply."""
     pieces = _pieces(shape.inner, 3)
-    tiles = shape.hidden // 64
-    return Tuning(
-        next(n for n in (4, 2, 1) if tiles % n == 0 and (n < 4 or rows <= 48)), 2 if pieces > 1 else 5, pieces
-    )
+    most = 4 if 8 < rows <= 48 else 2
+    warpgroups = next(n for n in (most, 2, 1) if shape.hidden // 64 % n == 0)
+    return Tuning(warpgroups, 5 if pieces == 1 else 3 if rows <= 8 else 2, pieces)
 
 
 def _pieces(columns: int, most: int) -> int:
@@ -441,7 +436,6 @@ def _constants(shape: Shape, rows: int, columns: int, tuning: Tuning, wgmma: boo
         "WARPGROUPS": tuning.warpgroups,
         "STAGES": tuning.stages,
         "PIECES": tuning.pieces,
-        "MMA_WARPGROUPS": tuning.mma_warpgroups,
         "WGMMA": wgmma,
         "WIDE": rows > TILE_ROWS,
         # The emulator counts whole warpgroups; on a GPU idle warps would cost the registers of a second block.

@@ -97,7 +97,7 @@ template <bool FP4> DEVICE void multiply(float (&acc)[4], const Stage& stage, in
   typedef Piece<FP4, FP4 ? PIECE : SHARED_PIECE> P;
   constexpr int COLUMNS = FP4 ? H_COLUMNS : SHARED_PIECE;
   product<FP4, FP4 ? PIECE : SHARED_PIECE, COLUMNS / 32, PIECES>(
-      acc, stage.weights + warpgroup * SLOT_BYTES, stage.codes, (const float*)stage.scales, warpgroup, warp, lane);
+      acc, stage.weights + warpgroup * SLOT_BYTES, stage.codes, (const float*)stage.scales, warp, lane);
 }
 
 // A tile's sums of this block are in `sums` [rows][SUMS]: complete them, if other blocks have parts, and send them.
@@ -207,7 +207,7 @@ KERNEL(down, Down, THREADS, WIDE || WARPGROUPS > 2 ? 1 : 2) {
       if (pair_begins) {
 #pragma unroll
         for (int i = 0; i < 4; i++) {
-          acc[i] = round_bf16(at.routed() ? acc[i] * fp4_factor(warpgroup) : acc[i]);
+          acc[i] = round_bf16(at.routed() ? acc[i] * FP4_FACTOR : acc[i]);
           sum[i] += acc[i];
         }
         float* mine = sums + warp * 16 + (lane >> 2);

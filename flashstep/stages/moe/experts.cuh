@@ -23,12 +23,8 @@ constexpr bool USE_WGMMA = WGMMA;
 constexpr bool USE_WGMMA = false;
 #endif
 
-// wgmma with eight rows is bound by the rate of its instructions and mma.sync by that of the warps' own, so some
-// warpgroups take the one and some the other: both units work at the same time.
-constexpr int WGMMA_GROUPS = USE_WGMMA ? WARPGROUPS - MMA_WARPGROUPS : 0;
-DEVICE bool takes_wgmma(int warpgroup) { return warpgroup < WGMMA_GROUPS; }
 // What an expanded fp4 code lacks to its value: bits are moved to where e4m3 or f16 has them, not rebiased.
-DEVICE float fp4_factor(int warpgroup) { return takes_wgmma(warpgroup) ? 64.0f : 16384.0f; }
+constexpr float FP4_FACTOR = USE_WGMMA ? 64.0f : 16384.0f;
 constexpr int CONSUMERS = WARPGROUPS * 128;  // threads that multiply; one more warp copies
 
 template <bool FP4, int COLUMNS> struct Piece {
@@ -68,7 +64,7 @@ template <int COUNT> DEVICE void load_units(uint4 (&units)[COUNT], const u8* cod
 template <int GROUPS> DEVICE constexpr int batch_of() { return GROUPS % 4 == 0 ? 4 : GROUPS % 2 == 0 ? 2 : 1; }
 
 // One batch: its weights, its products, and what scales them.
-template <bool TENSOR, bool FP4, int COLUMNS, int REAL, int COUNT> struct Batch {
+template <bool FP4, int COLUMNS, int REAL, int COUNT> struct Batch {
   typedef Piece<FP4, COLUMNS> P;
   static constexpr int UNITS = FP4 ? (COUNT + 1) / 2 : COUNT, WORDS = (COUNT + P::WORD - 1) / P::WORD;
   u32 a[COUNT][4];
@@ -85,7 +81,7 @@ template <bool TENSOR, bool FP4, int COLUMNS, int REAL, int COUNT> struct Batch 
       scales[i][0] = load_scales<P::WORD>(piece + P::CODES, first / P::WORD + i, row);
       scales[i][1] = load_scales<P::WORD>(piece + P::CODES, first / P::WORD + i, row + 8);
     }
-    if constexpr (TENSOR) {
+    if constexpr (USE_WGMMA) {
 #ifdef HAS_WGMMA
 #pragma unroll
       for (int g = 0; g < COUNT; g++) {
@@ -144,11 +140,11 @@ template <bool TENSOR, bool FP4, int COLUMNS, int REAL, int COUNT> struct Batch 
 // acc += NUM pieces of a stage, of which only the first REAL groups exist each (fp4 is padded to pairs of groups). While
 // the tensor cores work on a batch, the warp scales the one before. Accumulators as in mma_f16: lane 4 r + q of warp w
 // has rows 16 w + r (+ 8) and activation rows 2 q, 2 q + 1.
-template <bool TENSOR, bool FP4, int COLUMNS, int REAL, int NUM>
-DEVICE void product_with(float (&acc)[4], const u8* stage, const u8* b, const float* b_scales, int warp, int lane) {
+template <bool FP4, int COLUMNS, int REAL, int NUM>
+DEVICE void product(float (&acc)[4], const u8* stage, const u8* b, const float* b_scales, int warp, int lane) {
   typedef Piece<FP4, COLUMNS> P;
   constexpr int COUNT = batch_of<COLUMNS / 32>(), PER_PIECE = (REAL + COUNT - 1) / COUNT, BATCHES = NUM * PER_PIECE;
-  Batch<TENSOR, FP4, COLUMNS, REAL, COUNT> batch[2];
+  Batch<FP4, COLUMNS, REAL, COUNT> batch[2];
 #pragma unroll
   for (int i = 0; i <= BATCHES; i++) {
     if (i < BATCHES) {
@@ -158,7 +154,7 @@ DEVICE void product_with(float (&acc)[4], const u8* stage, const u8* b, const fl
     if (i > 0) {
       int before = i - 1, piece = before / PER_PIECE, first = before % PER_PIECE * COUNT;
 #ifdef HAS_WGMMA
-      if constexpr (TENSOR) {
+      if constexpr (USE_WGMMA) {
         if (i < BATCHES) wgmma_wait<1>();
         else wgmma_wait<0>();
       }
@@ -166,15 +162,6 @@ DEVICE void product_with(float (&acc)[4], const u8* stage, const u8* b, const fl
       batch[before & 1].add(acc, b_scales + piece * REAL * 8, first, lane);
     }
   }
-}
-
-template <bool FP4, int COLUMNS, int REAL, int NUM>
-DEVICE void product(float (&acc)[4], const u8* stage, const u8* b, const float* b_scales, int warpgroup, int warp,
-                    int lane) {
-  if constexpr (WGMMA_GROUPS == WARPGROUPS) product_with<true, FP4, COLUMNS, REAL, NUM>(acc, stage, b, b_scales, warp, lane);
-  else if constexpr (WGMMA_GROUPS == 0) product_with<false, FP4, COLUMNS, REAL, NUM>(acc, stage, b, b_scales, warp, lane);
-  else if (takes_wgmma(warpgroup)) product_with<true, FP4, COLUMNS, REAL, NUM>(acc, stage, b, b_scales, warp, lane);
-  else product_with<false, FP4, COLUMNS, REAL, NUM>(acc, stage, b, b_scales, warp, lane);
 }
 
 // ---- the split --------------------------------------------------------------------------------------------------

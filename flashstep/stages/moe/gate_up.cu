@@ -180,7 +180,7 @@ struct Consumer {
       const float* scales = (const float*)(rows + 8 * HIDDEN) + step * (PIECES * COLUMNS / 4);
       barrier_wait(&s.full[cursor.stage], cursor.parity);
       const u8* piece = s.ring[cursor.stage] + warpgroup * SLOT_BYTES;
-      product<FP4, COLUMNS, COLUMNS / 32, PIECES>(acc, piece, codes, scales, warpgroup, warp, lane);
+      product<FP4, COLUMNS, COLUMNS / 32, PIECES>(acc, piece, codes, scales, warp, lane);
       sync_warp();
       if (lane == 0) barrier_arrive(&s.empty[cursor.stage]);
       cursor.advance();
@@ -216,7 +216,7 @@ struct Consumer {
       }
       acc[0] = total.x, acc[1] = total.y, acc[2] = total.z, acc[3] = total.w;
     }
-    const float factor = FP4 ? fp4_factor(warpgroup) : 1.0f;
+    constexpr float FACTOR = FP4 ? FP4_FACTOR : 1.0f;
     int h_pair = tile / TILES + (FP4 ? work.shared_pairs : 0), group = (tile % TILES) * WARPGROUPS + warpgroup;
     int row = (lane & 3) * 2;  // and row + 1
     float2 weight = make_float2(1.0f, 1.0f);
@@ -227,8 +227,8 @@ struct Consumer {
     float h[2];
 #pragma unroll
     for (int i = 0; i < 2; i++) {
-      float gate = fminf(round_bf16(acc[i] * factor), LIMIT);
-      float up = fminf(fmaxf(round_bf16(acc[2 + i] * factor), -LIMIT), LIMIT);
+      float gate = fminf(round_bf16(acc[i] * FACTOR), LIMIT);
+      float up = fminf(fmaxf(round_bf16(acc[2 + i] * FACTOR), -LIMIT), LIMIT);
       float w = i ? weight.y : weight.x;
       h[i] = w == 0.0f ? 0.0f : round_bf16(gate / (1.0f + exp_accurate(-gate)) * up * w);
     }
