@@ -129,13 +129,21 @@ template <int N> DEVICE void row_sums(float (&values)[N], Shared& s, int turn, i
 #pragma unroll
   for (int n = 0; n < N; ++n) values[n] = warp_sum(values[n]);
   float(*sums)[SLOTS] = s.sums[turn & 1];
-  u64* arrived = &s.arrived[turn & 1];
-  if (threadIdx.x == 0) barrier_expect(arrived, N * SLOTS * 4);
-  if (lane_id() < CLUSTER) {
+  if constexpr (CLUSTER > 1) {
+    u64* arrived = &s.arrived[turn & 1];
+    if (threadIdx.x == 0) barrier_expect(arrived, N * SLOTS * 4);
+    if (lane_id() < CLUSTER) {
 #pragma unroll
-    for (int n = 0; n < N; ++n) cluster_store(&sums[n][rank * WORKER_WARPS + warp_id()], lane_id(), values[n], arrived);
+      for (int n = 0; n < N; ++n) cluster_store(&sums[n][rank * WORKER_WARPS + warp_id()], lane_id(), values[n], arrived);
+    }
+    barrier_wait(arrived, (turn >> 1) & 1);
+  } else {  // a launch without clusters has no such stores
+    if (lane_id() == 0) {
+#pragma unroll
+      for (int n = 0; n < N; ++n) sums[n][warp_id()] = values[n];
+    }
+    sync_some(1, WORKER_WARPS * 32);
   }
-  barrier_wait(arrived, (turn >> 1) & 1);
 #pragma unroll
   for (int n = 0; n < N; ++n) {
     if constexpr (SLOTS % 4 == 0) {
