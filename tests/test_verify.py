@@ -139,7 +139,7 @@ def test_directories_without_vectors_are_an_error(tmp_path: Path) -> None:
 
 
 def test_an_unknown_backend_lists_those_there_are(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="no backend 'nonesuch': expected one of reference"):
+    with pytest.raises(ValueError, match="no backend 'nonesuch': expected one of hopper, reference"):
         verify(tmp_path, backend="nonesuch")
 
 

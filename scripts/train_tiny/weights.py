@@ -312,7 +312,7 @@ def decode(encoded: dict[str, Tensor], config: ModelConfig) -> dict[str, Tensor]
 
 
 def _decode_rows(codes: Tensor, scale: Tensor) -> Tensor:
-    return formats.decode_engram_rows(codes, scale).float()
+    return formats.decode_fp8_rows(codes, scale).float()
 
 
 def save(weights: dict[str, Tensor], config: ModelConfig, folder: Path) -> int:
