@@ -35,6 +35,13 @@ needs_golden = pytest.mark.skipif(not GOLDEN.is_dir(), reason="no golden vectors
 
 
 @needs_golden
+def test_the_kernels_pass_as_a_whole_model() -> None:
+    report = verify(GOLDEN / "a", backend="hopper")
+    assert report.passed
+    assert sum(row.mode == "bf16" for row in report.rows) == 30  # six prompts: logits, drafts, confidences
+
+
+@needs_golden
 def test_golden_passes() -> None:
     report = verify(GOLDEN)
     assert report.passed, report.failures
