@@ -308,3 +308,17 @@ DEVICE float warp_max(float v) {
   for (int m = 16; m; m >>= 1) v = fmaxf(v, shuffle_xor(v, m));
   return v;
 }
+// A router's score of a logit, sqrt(log(1 + e^x)). The logarithm of 1 + t by its series in t / (2 + t) <= 1 / 3: to
+// float32 accuracy for every t.
+DEVICE float sqrt_softplus(float x) {
+  float t = exp_accurate(-fabsf(x)), z = t / (2.0f + t), y = z * z;
+  float series = 1.0f / 15.0f;
+  series = fmaf(series, y, 1.0f / 13.0f);
+  series = fmaf(series, y, 1.0f / 11.0f);
+  series = fmaf(series, y, 1.0f / 9.0f);
+  series = fmaf(series, y, 1.0f / 7.0f);
+  series = fmaf(series, y, 1.0f / 5.0f);
+  series = fmaf(series, y, 1.0f / 3.0f);
+  series = fmaf(series, y, 1.0f);
+  return sqrtf(fmaxf(x, 0.0f) + 2.0f * z * series);
+}

@@ -29,7 +29,7 @@ MAX_PEERS = 8
 
 # The kinds and output forms of operands.cuh, output.cuh and product.cuh.
 _FP8, _FP8_AT_BF16, _BF16 = range(3)
-_TO_BF16, _TO_F32, _TO_PEERS, _TO_FRAGMENTS = range(4)
+_TO_BF16, _TO_F32, _TO_PEERS, _TO_FRAGMENTS, _TO_SCORES = range(5)
 _NO_PROLOGUE, _QUANTIZE, _NORM_QUANTIZE = range(3)
 _HELD, _HELD_ALONE = 8, 16  # units of mma.sync in a warp's registers: two blocks a multiprocessor, or one
 _GROUP_BYTES = {_FP8: 516, _FP8_AT_BF16: 516, _BF16: 1024}
@@ -154,6 +154,14 @@ class Rows:
 
 
 @dataclass(frozen=True)
+class Scores:
+    """A router's scores, sqrt(softplus(result)): `values` float32 [rows, stride], results from column `column` on."""
+
+    values: Tensor
+    column: int = 0
+
+
+@dataclass(frozen=True)
 class Peers:
     """Partial sums float32 [rows, stride] on every peer (this device among them), as results of one launch."""
 
@@ -167,7 +175,7 @@ class Segment:
 
     weight: PackedWeight
     x: Fp8 | Bf16 | Latent
-    out: Rows | Peers | Fp8
+    out: Rows | Scores | Peers | Fp8
 
 
 @dataclass(frozen=True)
@@ -556,7 +564,9 @@ def _kind(segment: Segment) -> int:
     return _FP8_AT_BF16 if isinstance(segment.x, Bf16) else _FP8
 
 
-def _output(out: Rows | Peers | Fp8, fields: dict[str, Any], constants: dict[str, jit.Constant]) -> dict[str, int]:
+def _output(
+    out: Rows | Scores | Peers | Fp8, fields: dict[str, Any], constants: dict[str, jit.Constant]
+) -> dict[str, int]:
     """Append the output's pointers to `fields`; its FORM, STRIDE and COLUMN."""
     if isinstance(out, Peers):
         if fields["peers"]:
@@ -568,6 +578,9 @@ def _output(out: Rows | Peers | Fp8, fields: dict[str, Any], constants: dict[str
     elif isinstance(out, Fp8):
         fields["out"].append(out.codes)
         form, stride = _TO_FRAGMENTS, out.columns
+    elif isinstance(out, Scores):
+        fields["out"].append(out.values)
+        form, stride = _TO_SCORES, out.values.shape[1]
     else:
         fields["out"].append(out.values)
         form, stride = _TO_BF16 if out.values.dtype == torch.bfloat16 else _TO_F32, out.values.shape[1]
@@ -670,7 +683,7 @@ def _released(rows: int, *, wgmma: bool = True) -> list[Plan]:
             (queries, window),
             (wo_a, None),
             ([Segment(weight(5120, 2048), u, peers)], None),
-            ([Segment(weight(384, 5120, "bf16"), x_bf16, Rows(floats(384)))], mixes),
+            ([Segment(weight(384, 5120, "bf16"), x_bf16, Scores(floats(384)))], mixes),
         )
     ]
     return plans + [

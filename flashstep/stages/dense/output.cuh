@@ -6,6 +6,7 @@ constexpr int TO_BF16 = 0;       // [rows][stride] bf16
 constexpr int TO_F32 = 1;        // [rows][stride] float32
 constexpr int TO_PEERS = 2;      // [rows][stride] float32 on each of PEERS devices
 constexpr int TO_FRAGMENTS = 3;  // rounded to bf16, then fp8 fragments of `stride` columns and their scales
+constexpr int TO_SCORES = 4;     // [rows][stride] float32: a router's scores of the results
 
 struct Place {
   int form;
@@ -53,7 +54,9 @@ template <class P> DEVICE void emit(const P& p, const Place& place, bool wanted,
   }
   if (!wanted) return;
   i64 offset = (i64)row * place.stride + column;
-  if (place.form == TO_F32) {
+  if (place.form == TO_SCORES)
+    v = make_float4(sqrt_softplus(v.x), sqrt_softplus(v.y), sqrt_softplus(v.z), sqrt_softplus(v.w));
+  if (place.form == TO_F32 || place.form == TO_SCORES) {
     store_f32((float*)place.out + offset, v, left, aligned);
   } else if (place.form == TO_PEERS) {
 #pragma unroll

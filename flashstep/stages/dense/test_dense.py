@@ -23,7 +23,19 @@ from flashstep.ops import Rope, rms_norm
 from flashstep.stages.attention.reference import window_entry
 from flashstep.stages.boundary.cuda import pack_fn
 from flashstep.stages.dense import cuda
-from flashstep.stages.dense.cuda import Bf16, Fp8, Latent, Mixes, PackedWeight, Peers, Rows, Segment, Shape, Window
+from flashstep.stages.dense.cuda import (
+    Bf16,
+    Fp8,
+    Latent,
+    Mixes,
+    PackedWeight,
+    Peers,
+    Rows,
+    Scores,
+    Segment,
+    Shape,
+    Window,
+)
 from flashstep.tiny import small_config
 
 torch.set_num_threads(1)
@@ -275,6 +287,24 @@ def test_router_over_a_cluster_of_five(case: Case, rows: int) -> None:
     run(case, [Segment(weight, case.bf16(x), Rows(out))], rows, shape=shape)
     assert_equal(out[:, :22], (x.double() @ values.T).float())
     assert_untouched(out, rows, 0, 22)
+
+
+@pytest.mark.parametrize("rows", [6, 9])
+def test_scores_of_a_router(case: Case, rows: int) -> None:
+    """From logits of thousands, both signs, where a plain logarithm of 1 + e^x ends, through small ones."""
+    x = case.rows(rows, 64)
+    x[0] = 0
+    weight, values = case.bf16_weight(24, 64)
+    weight = cuda.pack_bf16((values * 2.0 ** case.integers(-8, 6, 24, 1)).bfloat16().to(case.device))
+    logits = x.double() @ cuda.unpack_bf16(weight).cpu().double().T
+    out = case.poison(rows, 27)
+    run(case, [Segment(weight, case.bf16(x), Scores(out, 2))], rows)
+    expected = torch.nn.functional.softplus(logits, threshold=1000).sqrt()
+    assert_untouched(out, rows, 2, 24)
+    got = out[:, 2:26].cpu().double()
+    assert bool(((got - expected).abs() <= expected * 2.0**-20 + 1e-18).all())
+    assert float(logits.max()) > 1000
+    assert float(logits.min()) < -1000
 
 
 @pytest.mark.parametrize("rows", [6, 21])

@@ -20,20 +20,6 @@ DEVICE void load_lane(float (&values)[PER_LANE], const float* row, int lane) {
   }
 }
 
-// sqrt(log(1 + e^x)); the logarithm of 1 + t by its series in t / (2 + t) <= 1 / 3, to float32 accuracy for every t.
-DEVICE float sqrt_softplus(float x) {
-  float t = exp_accurate(-fabsf(x)), z = t / (2.0f + t), y = z * z;
-  float series = 1.0f / 15.0f;
-  series = fmaf(series, y, 1.0f / 13.0f);
-  series = fmaf(series, y, 1.0f / 11.0f);
-  series = fmaf(series, y, 1.0f / 9.0f);
-  series = fmaf(series, y, 1.0f / 7.0f);
-  series = fmaf(series, y, 1.0f / 5.0f);
-  series = fmaf(series, y, 1.0f / 3.0f);
-  series = fmaf(series, y, 1.0f);
-  return sqrtf(fmaxf(x, 0.0f) + 2.0f * z * series);
-}
-
 // A warp chooses for one row; lanes 0..TOP_K - 1 write. An inactive row chooses -1 with weight 0.
 DEVICE void route_row(const float* logits, const float (&bias)[PER_LANE], bool active, int* experts, float* weights) {
   int lane = lane_id();
