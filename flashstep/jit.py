@@ -85,7 +85,7 @@ _DTYPES: dict[str, set[str]] = {  # pointed-to C type -> names of torch dtypes
 }
 _VECTORS = {"uint2": 8, "int2": 8, "float2": 8, "uint4": 16, "int4": 16, "float4": 16}  # any dtype, aligned
 _TYPE = re.compile(r"(const )?(\w+)(\*)?(?:\[(\d+)\])?")
-_RESERVED = ("name", "grid", "block", "shared", "cluster", "stage", "nbytes")
+_RESERVED = ("name", "grid", "block", "shared", "cluster", "together", "stage", "nbytes")
 
 
 @dataclass(frozen=True)
@@ -558,6 +558,7 @@ class Module:
         block: int,
         shared: int = 0,
         cluster: int = 1,
+        together: bool = False,
         stage: str = "",
         nbytes: int = 0,
         **fields: Any,
@@ -565,7 +566,8 @@ class Module:
         """Prepare a launch; nothing runs yet.
 
         grid: blocks. block: threads of a block. shared: bytes of dynamic shared memory. cluster: blocks of a cluster.
-        stage: for accounts of time. nbytes: weight bytes the launch reads. fields: the members of the kernel's struct.
+        together: blocks wait for each other, so all of them have to be resident at the same time: at most one for each
+        multiprocessor. stage: for accounts of time. nbytes: weight bytes the launch reads. fields: the members of the kernel's struct.
         KeyError: no such kernel. TypeError, ValueError: as `Params.pack`, or a shape that the hardware refuses.
         """
         if kernel not in self.source.kernels:
@@ -575,11 +577,18 @@ class Module:
             (block < 32 or block > 1024 or block % 32, f"{block} threads in a block: whole warps, 32..1024"),
             (not 1 <= cluster <= MAX_CLUSTER, f"a cluster of {cluster} blocks: 1..{MAX_CLUSTER}"),
             (grid % max(cluster, 1), f"a grid of {grid} blocks is not a multiple of the cluster of {cluster}"),
+            (together and grid > self.most_together, f"{grid} blocks that wait for each other: at most {self.most_together}"),
+            (together and cluster > 1, "blocks that wait for each other are in no clusters"),
             (not 0 <= shared <= MAX_SHARED, f"{shared} bytes of shared memory: at most {MAX_SHARED}"),
         ):
             if wrong:
                 raise ValueError(f"{kernel}: {what}")
-        return Launch(self, kernel, Shape(grid, block, shared, cluster), stage, nbytes, fields)
+        return Launch(self, kernel, Shape(grid, block, shared, cluster, together), stage, nbytes, fields)
+
+    @property
+    def most_together(self) -> int:
+        """Blocks that may wait for each other."""
+        raise NotImplementedError
 
     def prepare(self, kernel: str, shape: Shape, parameters: ctypes.Array[ctypes.c_uint64]) -> Any:
         """What `run` needs, made once."""
@@ -592,12 +601,13 @@ class Module:
 
 @dataclass(frozen=True)
 class Shape:
-    """Extent of a launch: blocks, threads of a block, bytes of shared memory, blocks of a cluster."""
+    """Extent of a launch: blocks, threads of a block, bytes of shared memory, blocks of a cluster; do blocks wait?"""
 
     grid: int
     block: int
     shared: int
     cluster: int
+    together: bool = False
 
 
 class Launch:
@@ -662,7 +672,14 @@ class EmulatedModule(Module):
 
     def prepare(self, kernel: str, shape: Shape, parameters: ctypes.Array[ctypes.c_uint64]) -> Any:
         """The library's function and its arguments."""
-        return self._functions[kernel], (parameters, shape.grid, shape.block, shape.shared, shape.cluster)
+        # The emulator runs the blocks of a cluster at the same time, and clusters one after the other.
+        cluster = shape.grid if shape.together else shape.cluster
+        return self._functions[kernel], (parameters, shape.grid, shape.block, shape.shared, cluster)
+
+    @property
+    def most_together(self) -> int:
+        """What the emulator runs at the same time."""
+        return MAX_CLUSTER
 
     def run(self, prepared: Any, stream: int | None, pdl: bool) -> None:
         """Run to the end; KernelError if the kernel did something wrong."""
@@ -701,6 +718,11 @@ class GpuModule(Module):
         self.resources = dict(resources)
         self._functions = functions
         self._driver = driver
+
+    @property
+    def most_together(self) -> int:
+        """One block for each multiprocessor."""
+        return int(torch.cuda.get_device_properties(self.device).multi_processor_count)
 
     def prepare(self, kernel: str, shape: Shape, parameters: ctypes.Array[ctypes.c_uint64]) -> PreparedLaunch:
         """The arguments and both configurations."""

@@ -19,7 +19,7 @@ from flashstep.specialized.weights import Block, HyperConnection, Weights
 from flashstep.stages.attention import cuda as attention
 from flashstep.stages.boundary import cuda as boundary
 from flashstep.stages.dense import cuda as dense
-from flashstep.stages.dense.cuda import Bf16, Fp8, Latent, Peers, Rows, Segment
+from flashstep.stages.dense.cuda import Bf16, Fp8, Latent, Peers, Rows, Scores, Segment
 from flashstep.stages.dense.pack import PackedWeight
 from flashstep.stages.engram import cuda as engram
 from flashstep.stages.indexer import cuda as indexer
@@ -595,11 +595,11 @@ class Plan:
 
     def _experts(self, block: Block, stream: Tensor, rows: RowInputs, count: int) -> list[Launch]:
         config, shape = self.config, block.moe_shape
-        route = self._take(f"{shape.experts} router logits", count, shape.experts, dtype=torch.float32)
+        scores = self._take(f"{shape.experts} scores", count, shape.experts, dtype=torch.float32)
         launches, riding = self._mixes(block.hc_ffn, "ffn", stream)
         x = self._bf16("x bf16", count, config.hidden_size)
         launches += dense.product(
-            self.device, [Segment(block.gate, x, Rows(route))], count, stage="router", extra=riding
+            self.device, [Segment(block.gate, x, Scores(scores))], count, stage="router", extra=riding
         )
         sizes = moe.scratch_sizes(shape, count, self._blocks)
         # Draft experts are fewer, but their scratch has a layout of its own: it does not share the backbone's.
@@ -612,7 +612,7 @@ class Plan:
             count,
             weights=block.experts,
             bias=block.bias,
-            logits=route,
+            scores=scores,
             row_slot=rows.slot,
             x_codes=xq.codes,
             x_scales=xq.scales,

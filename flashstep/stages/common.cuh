@@ -108,7 +108,16 @@ DEVICE void store_volatile(uint4* p, uint4 v) {
 DEVICE u32 add_atomic(u32* p, u32 v) { return atomicAdd(p, v); }   // global or shared; returns the old value
 DEVICE u32 max_atomic(u32* p, u32 v) { return atomicMax(p, v); }
 DEVICE u64 max_atomic(u64* p, u64 v) { return atomicMax(p, v); }
+// Adds, after all that this thread has written or learned of at a barrier has become visible to the device.
+DEVICE void add_release(u32* p, u32 v) {
+  asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
+}
+DEVICE u32 or_atomic(u32* p, u32 v) { return atomicOr(p, v); }
 DEVICE void fence_device() { __threadfence(); }
+DEVICE void wait_value(const int* shared, int value) {  // until another thread of the block has stored it
+  while (*(const volatile int*)shared != value) {
+  }
+}
 DEVICE void relax() { __nanosleep(20); }  // inside a loop that polls
 
 // ---- asynchronous copies ----------------------------------------------------------------------------------------
@@ -173,6 +182,8 @@ DEVICE void prefetch_l2(const void* global, u32 bytes) {
 }
 // Shared memory written by ordinary stores, read next by bulk copies or wgmma: by each writer, before the barrier.
 DEVICE void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+// Device memory written by ordinary stores of this kernel, read next by bulk copies: by who copies, once it has acquired.
+DEVICE void fence_async_device() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 
 // ---- products ---------------------------------------------------------------------------------------------------
 

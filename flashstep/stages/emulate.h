@@ -936,10 +936,16 @@ DEVICE void store_volatile(uint4* p, uint4 v, WHERE) {
   emulate::machine.polls = 0;
   *p = v;
 }
-DEVICE u32 add_atomic(u32* p, u32 v) { u32 old = *p; *p = old + v; return old; }
+DEVICE u32 add_atomic(u32* p, u32 v) { emulate::machine.polls = 0; u32 old = *p; *p = old + v; return old; }
 DEVICE u32 max_atomic(u32* p, u32 v) { u32 old = *p; if (v > old) *p = v; return old; }
 DEVICE u64 max_atomic(u64* p, u64 v) { u64 old = *p; if (v > old) *p = v; return old; }
+DEVICE void add_release(u32* p, u32 v) { add_atomic(p, v); }
+DEVICE u32 or_atomic(u32* p, u32 v) { u32 old = *p; *p = old | v; return old; }
 DEVICE void fence_device() {}
+DEVICE void wait_value(const int* shared, int value, WHERE) {
+  emulate::note(where);
+  while (*(const volatile int*)shared != value) emulate::poll();
+}
 DEVICE void relax(WHERE) { emulate::note(where); emulate::poll(); }
 
 // ---- asynchronous copies ----------------------------------------------------------------------------------------
@@ -1014,6 +1020,7 @@ DEVICE void prefetch_l2(const void* global, u32 bytes, WHERE) {
   if (bytes % 16) emulate::fail("prefetch_l2: %u bytes, not a multiple of 16", bytes);
 }
 DEVICE void fence_async() {}
+DEVICE void fence_async_device() {}
 
 // ---- products ---------------------------------------------------------------------------------------------------
 
