@@ -601,10 +601,14 @@ class Plan:
         launches += dense.product(
             self.device, [Segment(block.gate, x, Scores(scores))], count, stage="router", extra=riding
         )
-        sizes = moe.scratch_sizes(shape, count, self._blocks)
+        sizes, few = moe.scratch_sizes(shape, count, self._blocks), count <= moe.TILE_ROWS
         # Draft experts are fewer, but their scratch has a layout of its own: it does not share the backbone's.
         kind = f"{shape.experts} experts"
-        scratch = {name: self._take(f"{kind} {name}", *size, dtype=dtype) for name, (size, dtype) in sizes.items()}
+        scratch = {
+            # Few rows leave zeros in theirs, and find zeros: many rows' use of the same buffer would not.
+            name: self._take(f"{kind} {name} of few" if name in moe.ZEROS and few else f"{kind} {name}", *size, dtype=dtype)
+            for name, (size, dtype) in sizes.items()
+        }
         xq = self._fp8("x", count, config.hidden_size)
         launches += moe.experts(
             self.device,

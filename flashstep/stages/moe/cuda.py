@@ -23,6 +23,7 @@ from flashstep import jit
 
 MAX_ROWS = 192
 TILE_ROWS = 8  # rows of an operand tile; up to so many rows need no gather
+ZEROS = ("arrivals", "partial")  # scratch of up to 8 rows that starts as zeros and is left so
 _GATHER_THREADS = 512
 _GATHERED = ("chosen", "chosen_weights", "list", "pair_rows", "pair_weights", "operands")  # scratch that it touches
 _ROUTED_PIECES = (256, 192, 320, 128, 64)  # columns of K in a packed piece, by preference
