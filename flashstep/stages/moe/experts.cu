@@ -62,50 +62,44 @@ static_assert(sizeof(Shared) <= SHARED_BYTES, "cuda.py asks for too little share
 
 // ---- what a block does ------------------------------------------------------------------------------------------
 
-// A part of a tile of gate and up; `sharers` blocks have parts of it.
+// A part of a tile of gate and up.
 struct Segment {
   int tile, step, count;
   bool fp4, whole;
 };
 
-// The segments of a block, in order; those of the shared expert can be walked before the choice of experts is known.
+// The segments of a block, in order. Those of the shared expert come first, and can be walked before the choice of
+// experts is known; then the parts of the tiles that are left over, then whole tiles.
 struct Walk {
   Split shared, left;
-  int whole, first_left, pairs;  // whole tiles, the first of the tiles that are left over
-  int stage = 0, at, end;
-  METHOD Walk() : shared(Split::even(TILES * SHARED_STEPS, gridDim.x)), left{0, 1, 0}, whole(0), first_left(0), pairs(0) {
+  int whole = 0, first_left = 0;  // whole tiles of each block, the first of the tiles that are left over
+  int dealt = 0, at, end;
+  METHOD Walk() : shared(Split::even(TILES * SHARED_STEPS, gridDim.x)), left{0, 1, 0} {
     at = shared.begin(blockIdx.x), end = shared.begin(blockIdx.x + 1);
   }
-  METHOD bool next_shared(Segment& s) {
-    if (at >= end) return false;
-    take<false>(s, SHARED_STEPS);
-    return true;
-  }
+  METHOD bool next_shared(Segment& s) { return at < end && take(s, false, SHARED_STEPS, 0); }
   // To be called once `next_shared` has given all.
-  METHOD void set_pairs(int n) {
-    int tiles = n * TILES, grid = gridDim.x;
-    pairs = n, whole = tiles / grid, first_left = whole * grid;
+  METHOD void set_pairs(int pairs) {
+    int tiles = pairs * TILES, grid = gridDim.x;
+    whole = tiles / grid, first_left = whole * grid;
     left = Split::balanced((tiles - first_left) * STEPS, grid, shared.units);
     at = left.units ? left.begin(blockIdx.x) : 0, end = left.units ? left.begin(blockIdx.x + 1) : 0;
   }
   METHOD bool next_routed(Segment& s) {
-    if (at < end) {
-      take<true>(s, STEPS);
-      s.tile += first_left;
-      return true;
-    }
-    if (stage == whole) return false;
-    s = Segment{stage++ * (int)gridDim.x + (int)blockIdx.x, 0, STEPS, true, true};
+    if (at < end) return take(s, true, STEPS, first_left);
+    if (dealt == whole) return false;
+    s = Segment{dealt++ * (int)gridDim.x + (int)blockIdx.x, 0, STEPS, true, true};
+    return true;
+  }
+  METHOD bool take(Segment& s, bool fp4, int steps, int first_tile) {
+    int tile = at / steps, step = at % steps, count = min(steps - step, end - at);
+    s = Segment{first_tile + tile, step, count, fp4, count == steps};
+    at += count;
     return true;
   }
   // Of this block, in all.
   METHOD int units() const {
     return shared.begin(blockIdx.x + 1) - shared.begin(blockIdx.x) + max(end - at, 0) + whole * STEPS;
-  }
-  template <bool FP4> METHOD void take(Segment& s, int steps) {
-    int tile = at / steps, step = at % steps, count = min(steps - step, end - at);
-    s = Segment{tile, step, count, FP4, count == steps};
-    at += count;
   }
 };
 
@@ -119,24 +113,23 @@ struct DownSplit {
   METHOD int first_of(int pair) const { return pair == 0 ? 0 : SHARED_DOWN_STEPS + (pair - 1) * DOWN_STEPS; }
   // A number among all tiles' pairs. Blocks get equal units up to a pair, if each has several; else equal pairs.
   METHOD int begin(int block) const {
-    int numbers = DOWN_TILES * all, units = DOWN_TILES * per_tile;
-    if (numbers < 4 * grid) {
-      int blocks = min(grid, numbers);
-      return block >= blocks ? numbers : numbers * block / blocks;
-    }
-    int unit = (int)((i64)units * block / grid);
-    return unit / per_tile * all + (unit % per_tile ? pair_of(unit % per_tile - 1) + 1 : 0);
+    int numbers = DOWN_TILES * all;
+    if (numbers < 4 * grid) return (int)((u32)numbers * min(block, min(grid, numbers)) / min(grid, numbers));
+    u32 unit = (u32)(DOWN_TILES * per_tile) * block / grid, tile = unit / per_tile, rest = unit % per_tile;
+    return tile * all + (rest ? pair_of(rest - 1) + 1 : 0);
   }
   // Calls f(tile, pair, step) for every unit of the block, in order.
   template <class F> METHOD void each(int block, F f) const {
     int number = begin(block), count = begin(block + 1) - number, tile = number / all, pair = number % all;
+#pragma unroll 1
     for (; count > 0; count--) {
+#pragma unroll 1
       for (int step = 0; step < (pair ? DOWN_STEPS : SHARED_DOWN_STEPS); step++) f(tile, pair, step);
       if (++pair == all) pair = 0, tile++;
     }
   }
   METHOD int owner(int number) const {
-    int block = min((int)((i64)number * grid / (DOWN_TILES * all)), grid - 1);
+    int block = min((int)((u32)number * grid / (DOWN_TILES * all)), grid - 1);
     while (begin(block) > number) --block;
     while (begin(block + 1) <= number) ++block;
     return block;
@@ -181,25 +174,29 @@ struct Producer {
   METHOD void run() {
     Walk walk;
     Segment segment;
-    bool waited = false;
-    auto wait = [&] {
-      wait_for_dependencies();
-      barrier_expect(&s.x_full, 8 * HIDDEN);
-      bulk_copy(s.x, p.x_codes, 8 * HIDDEN, &s.x_full);
-      waited = true;
-    };
-    while (walk.next_shared(segment))
+    const int early = min(walk.end - walk.at, STAGES);  // nobody empties the ring before
+    bool shared = true;
+    while (true) {
+      if (shared && !walk.next_shared(segment)) {
+        if (unit == early) rows();
+        barrier_wait(&s.routed, 0);
+        walk.set_pairs(s.pairs);
+        shared = false;
+      }
+      if (!shared && !walk.next_routed(segment)) break;
+#pragma unroll 1
       for (int i = 0; i < segment.count; i++) {
-        if (unit == STAGES) wait();  // nobody empties the ring before
+        if (shared && unit == STAGES) rows();
         gate_up(segment, i);
       }
-    if (!waited) wait();
-    barrier_wait(&s.routed, 0);
-    walk.set_pairs(s.pairs);
-    while (walk.next_routed(segment))
-      for (int i = 0; i < segment.count; i++) gate_up(segment, i);
+    }
     const DownSplit split(s.pairs);
     split.each(blockIdx.x, [&](int tile, int pair, int step) { down(tile, pair, step); });
+  }
+  METHOD void rows() {
+    wait_for_dependencies();
+    barrier_expect(&s.x_full, 8 * HIDDEN);
+    bulk_copy(s.x, p.x_codes, 8 * HIDDEN, &s.x_full);
   }
 };
 
@@ -258,6 +255,7 @@ struct Multiplier {
     constexpr int COLUMNS = FP4 ? PIECE : SHARED_PIECE;
     float acc[4] = {0.0f, 0.0f, 0.0f, 0.0f};
     int i = (warpgroup + WARPGROUPS - unit % WARPGROUPS) % WARPGROUPS;
+#pragma unroll 1
     for (; i < segment.count; i += WARPGROUPS) {
       int step = segment.step + i, at = unit + i;
       wait_full(at);
@@ -272,6 +270,7 @@ struct Multiplier {
   template <bool FP4> METHOD void down(float (&acc)[4], int steps) {
     constexpr int PIECE_COLUMNS = FP4 ? DOWN_PIECE : SHARED_DOWN_PIECE;
     constexpr int COLUMNS = FP4 ? H_COLUMNS : SHARED_DOWN_PIECE;
+#pragma unroll 1
     for (int i = 0; i < steps; i++) {
       const u8* h = s.x + (unit + i) % STAGES * H_SLOT;
       wait_full(unit + i);
@@ -395,27 +394,30 @@ struct Finisher {
     if (lane == 0) barrier_arrive(&s.sums_empty);
     return total;
   }
-  // The tile of `split` that this block began and others go on with, if there is one; its own part is left like theirs.
-  template <bool FP4> METHOD void finish_begun(const Split& split, int first_tile, int steps) {
-    int begin = split.begin(blockIdx.x), end = split.begin(blockIdx.x + 1), tile = end / steps;
-    if (split.units == 0 || begin == end || end % steps == 0 || tile * steps < begin) return;
-    uint4* from = part(FP4, blockIdx.x, true);
+  // Sums of the tile of `split` that this block began and others go on with, if there is one; its own part is left like
+  // theirs.
+  METHOD bool take_begun(const Split split, int kind, int steps, int& tile, float4& sum) {
+    int begin = split.begin(blockIdx.x), end = split.begin(blockIdx.x + 1);
+    tile = end / steps;
+    if (split.units == 0 || begin == end || end % steps == 0 || tile * steps < begin) return false;
+    uint4* from = part(kind, blockIdx.x, true);
     uint4 bits = load_volatile(from);
     *from = make_uint4(0, 0, 0, 0);
     float4 own = make_float4(as_float(~bits.x), as_float(~bits.y), as_float(~bits.z), as_float(~bits.w));
-    emit<FP4>(add_parts(FP4, own, split.owner(tile * steps + steps - 1)), first_tile + tile);
+    sum = add_parts(kind, own, split.owner(tile * steps + steps - 1));
+    return true;
   }
 
   // h of a tile whose sums are complete.
-  template <bool FP4> METHOD void emit(float4 sum, int tile) {
-    constexpr float FACTOR = FP4 ? FP4_FACTOR : 1.0f;
-    const float acc[4] = {sum.x, sum.y, sum.z, sum.w};
-    int pair = FP4 ? 1 + tile / TILES : 0, group = FP4 ? tile % TILES : tile, row = (lane & 3) * 2;  // and row + 1
+  METHOD void emit(float4 sum, bool fp4, int tile) {
+    const float factor = fp4 ? FP4_FACTOR : 1.0f;
+    const float acc[4] = {sum.x * factor, sum.y * factor, sum.z * factor, sum.w * factor};
+    int pair = fp4 ? 1 + tile / TILES : 0, group = tile % TILES, row = (lane & 3) * 2;  // and row + 1
     float2 weight = make_float2(1.0f, 1.0f);
-    if constexpr (FP4) weight = *(const float2*)&s.weights[pair - 1][row];
+    if (fp4) weight = *(const float2*)&s.weights[pair - 1][row];
     float h[2];
 #pragma unroll
-    for (int i = 0; i < 2; i++) h[i] = swiglu(acc[i] * FACTOR, acc[2 + i] * FACTOR, i ? weight.y : weight.x);
+    for (int i = 0; i < 2; i++) h[i] = swiglu(acc[i], acc[2 + i], i ? weight.y : weight.x);
     float amax[2] = {fabsf(h[0]), fabsf(h[1])};
 #pragma unroll
     for (int m = 4; m < 32; m <<= 1) {
@@ -438,10 +440,10 @@ struct Finisher {
       if (warp == 0 && lane < 4) ((float*)(staged + 256))[row + i] = ue8m0_to_f32(code);
     }
     sync();
-    constexpr int UNIT = FP4 ? H_UNIT : SHARED_H_UNIT, GROUPS = UNIT / 288;  // of 32 columns
-    u8* to = p.h + (i64)pair * H_PAIR + group / GROUPS * UNIT;
+    const int unit = fp4 ? H_UNIT : SHARED_H_UNIT, groups = unit / 288;  // of 32 columns
+    u8* to = p.h + (i64)pair * H_PAIR + group / groups * unit;
     if (thread < 18) {
-      to += thread < 16 ? group % GROUPS * 256 + thread * 16 : GROUPS * 256 + group % GROUPS * 32 + (thread - 16) * 16;
+      to += thread < 16 ? group % groups * 256 + thread * 16 : groups * 256 + group % groups * 32 + (thread - 16) * 16;
       *(uint4*)to = *(const uint4*)(staged + thread * 16);
     }
     finished++;
@@ -450,23 +452,39 @@ struct Finisher {
   METHOD void gate_up() {
     Walk walk;
     Segment segment;
-    while (walk.next_shared(segment)) {
-      float4 sum = collect();
-      if (segment.whole) emit<false>(sum, segment.tile);
-      else leave(false, walk.shared.owner(segment.tile * SHARED_STEPS), sum);
+    bool shared = true, next = false;  // whether `segment` is still to be done
+    int begun = 2;  // tiles that this block began and others go on with: of the shared expert, of what is left over
+#pragma unroll 1
+    while (true) {
+      if (!next && shared) {
+        next = walk.next_shared(segment);
+        if (!next) walk.set_pairs(s.pairs), shared = false;
+      }
+      if (!next) next = walk.next_routed(segment);
+      float4 sum;
+      int tile;
+      bool fp4;
+      // Begun tiles come between whole ones: when others' parts are there, and nothing else is due.
+      if (begun && !shared && (!next || walk.dealt > 2 - begun)) {
+        begun--;
+        fp4 = begun == 0;
+        const Split split = fp4 ? walk.left : walk.shared;
+        if (!take_begun(split, fp4, fp4 ? STEPS : SHARED_STEPS, tile, sum)) continue;
+        if (fp4) tile += walk.first_left;
+      } else if (next) {
+        next = false;
+        sum = collect();
+        tile = segment.tile, fp4 = segment.fp4;
+        if (!segment.whole) {
+          int first = fp4 ? walk.left.owner((tile - walk.first_left) * STEPS) : walk.shared.owner(tile * SHARED_STEPS);
+          leave(fp4, first, sum);
+          continue;
+        }
+      } else {
+        break;
+      }
+      emit(sum, fp4, tile);
     }
-    walk.set_pairs(s.pairs);
-    // Tiles that were begun are finished between whole ones: when others' parts are there, and nothing else is due.
-    bool shared_begun = true, left_begun = true;
-    while (walk.next_routed(segment)) {
-      if (segment.whole && shared_begun) finish_begun<false>(walk.shared, 0, SHARED_STEPS), shared_begun = false;
-      else if (segment.whole && left_begun) finish_begun<true>(walk.left, walk.first_left, STEPS), left_begun = false;
-      float4 sum = collect();
-      if (segment.whole) emit<true>(sum, segment.tile);
-      else leave(true, walk.left.owner((segment.tile - walk.first_left) * STEPS), sum);
-    }
-    if (shared_begun) finish_begun<false>(walk.shared, 0, SHARED_STEPS);
-    if (left_begun) finish_begun<true>(walk.left, walk.first_left, STEPS);
     sync();
     if (thread == 0) add_release(p.arrivals, 1);
   }
@@ -476,6 +494,7 @@ struct Finisher {
     constexpr int KIND = 2;
     const DownSplit split(s.pairs);
     int end = split.begin(blockIdx.x + 1);
+#pragma unroll 1
     for (int number = split.begin(blockIdx.x); number < end;) {
       int tile = number / split.all, next = (tile + 1) * split.all, last = blockIdx.x;
       if (next > end) last = split.owner(next - 1);

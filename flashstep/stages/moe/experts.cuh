@@ -62,7 +62,7 @@ template <int COUNT> DEVICE void load_units(uint4 (&units)[COUNT], const u8* cod
 
 // Groups of 32 columns that a warp has in flight together: whole words of their scales, few registers.
 template <int GROUPS> DEVICE constexpr int batch_of() {
-  return GROUPS % 4 == 0 ? 4 : GROUPS % 6 == 0 ? 6 : GROUPS % 2 == 0 ? 2 : 1;
+  return GROUPS <= 6 ? GROUPS : GROUPS % 4 == 0 ? 4 : GROUPS % 2 == 0 ? 2 : 1;
 }
 
 // One batch: its weights, its products, and what scales them.
