@@ -29,7 +29,7 @@ MAX_PEERS = 8
 
 # The kinds and output forms of operands.cuh, output.cuh and product.cuh.
 _FP8, _FP8_AT_BF16, _BF16 = range(3)
-_TO_BF16, _TO_F32, _TO_PEERS, _TO_FRAGMENTS, _TO_SCORES = range(5)
+_TO_BF16, _TO_F32, _TO_PEERS, _TO_FRAGMENTS, _TO_SCORES, _TO_SQUARED = range(6)
 _NO_PROLOGUE, _QUANTIZE, _NORM_QUANTIZE = range(3)
 _HELD, _HELD_ALONE = 8, 16  # units of mma.sync in a warp's registers: two blocks a multiprocessor, or one
 _GROUP_BYTES = {_FP8: 516, _FP8_AT_BF16: 516, _BF16: 1024}
@@ -41,6 +41,8 @@ _PRODUCT = [
     ("out", f"void*[{MAX_SEGMENTS}]"),
     ("out_scales", f"u8*[{MAX_SEGMENTS}]"),
     ("peers", f"float*[{MAX_PEERS}]"),
+    ("squares", "float*"),
+    ("x_squares", "const float*"),
     ("norm", "const float*"),
     ("rows", "int"),
 ]
@@ -91,7 +93,14 @@ QUANTIZE = jit.Source(
     {
         "quantize": jit.Params(
             "Quantize",
-            [("x", "const bf16*"), ("norm", "const float*"), ("codes", "u8*"), ("scales", "u8*"), ("rows", "int")],
+            [
+                ("x", "const bf16*"),
+                ("squares", "const float*"),
+                ("norm", "const float*"),
+                ("codes", "u8*"),
+                ("scales", "u8*"),
+                ("rows", "int"),
+            ],
         )
     },
     hot=["quantize"],
@@ -134,23 +143,29 @@ class Bf16:
 class Latent:
     """bf16 rows `values` [rows, stride] whose first columns (as many as the weight has) are quantized for the product.
 
-    `norm` float32 [columns]: behind an RMS norm with `eps`. Above PROLOGUE_ROWS rows, or where there is `scratch` for
-    the normed, a kernel of its own in front of the product writes `scratch`: fragments of at least that many rows,
-    exactly the weight's columns.
+    `norm` float32 [columns]: behind an RMS norm with `eps`, whose `squares` the product that wrote the rows has left
+    (`Rows.squares`). Above PROLOGUE_ROWS rows a kernel of its own in front of the product writes `scratch`: fragments
+    of at least that many rows, exactly the weight's columns.
     """
 
     values: Tensor
     norm: Tensor | None = None
     eps: float = 0.0
+    squares: Tensor | None = None
     scratch: Fp8 | None = None
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Row-major output: `values` [rows, stride] bfloat16 or float32, results from column `column` on."""
+    """Row-major output: `values` [rows, stride] bfloat16 or float32, results from column `column` on.
+
+    `squares` float32 [rows, a multiple of 4]: place i becomes the sum of the squares of results 32 i .. 32 i + 31 as
+    rounded to bfloat16, for the norm in front of the next product. Of one segment of a launch.
+    """
 
     values: Tensor
     column: int = 0
+    squares: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -255,8 +270,7 @@ def product(
     _check(segments, rows)
     launches = []
     x = segments[0].x
-    # A norm in the prologue costs every block 2.8 us on an H200: who gives scratch wants a kernel in front instead.
-    if isinstance(x, Latent) and (rows > PROLOGUE_ROWS or (x.norm is not None and x.scratch is not None)):
+    if isinstance(x, Latent) and rows > PROLOGUE_ROWS:
         if x.scratch is None:
             raise ValueError(f"{rows} rows of a Latent need scratch")
         launches += quantize(device, x, x.scratch, rows, stage=stage)
@@ -319,12 +333,15 @@ def plan_product(
         "PASSES": -(-rows // (8 * shape.row_tiles)),
         "PROLOGUE": prologue,
         "X_STRIDE": x.values.shape[1] if isinstance(x, Latent) else 0,
+        "X_SQUARES": x.squares.shape[1] if isinstance(x, Latent) and x.squares is not None else 0,
         "EPS": float(x.eps) if isinstance(x, Latent) else 0.0,
         "WGMMA": shape.wgmma,
         "LATE_TRIGGER": late_trigger,
         "PEERS": 0,
+        "SQUARES": 0,
     }
     fields: dict[str, Any] = {name: [] for name in ("weight", "x", "x_scales", "out", "out_scales", "peers")}
+    fields["squares"] = None
     blocks = 0
     for s in range(MAX_SEGMENTS):
         described = dict.fromkeys(("KIND", "OUTPUTS", "FORM", "STRIDE", "COLUMN"), 0)
@@ -338,6 +355,7 @@ def plan_product(
             blocks += -(-segment.weight.outputs // (TILE * _tiles(shape, kind))) * shape.cluster
         constants.update({f"{name}_{s}": value for name, value in described.items()})
     fields["norm"] = x.norm if isinstance(x, Latent) else None
+    fields["x_squares"] = x.squares if isinstance(x, Latent) else None
     fields["rows"] = rows
     nbytes = sum(segment.weight.nbytes for segment in segments)
     shared = _product_shared(segments, columns, shape, prologue, rows)
@@ -403,7 +421,10 @@ def choose_shape(segments: Sequence[Segment], rows: int, *, wgmma: bool = True) 
     clusters = [1] if few and isinstance(segments[0].x, Latent) else [1, 2, 4] if few else [1, 2, 4, 8]
     options = [cluster for cluster in clusters if fits(cluster)]
     if not options:  # long rows behind a norm: one tile, half of whose units lie in shared memory
-        return Shape(cluster=clusters[-1], row_tiles=1 if few else min(row_tiles, 3))
+        grouped = any(isinstance(segment.out, Fp8) or _squares(segment.out) is not None for segment in segments)
+        return Shape(
+            cluster=clusters[-1], row_tiles=1 if few else min(row_tiles, 3), tiles_fp8=2 if grouped else 1, tiles_bf16=1
+        )
     cluster = min(options, key=time)
     return Shape(
         blocks_per_sm=2 if few else 1,
@@ -464,6 +485,7 @@ def plan_stream(segment: Segment, rows: int, blocks: int, tiles: int | None = No
         "KIND": kind,
         "OUTPUTS": weight.outputs,
         "PEERS": 0,
+        "SQUARES": 0,
         "ROW_TILES": row_tiles,
         "TILES": tiles,
         "STAGE_GROUPS": stage_groups,
@@ -488,22 +510,30 @@ def quantize(device: torch.device, x: Latent, out: Fp8, rows: int, *, stage: str
     The bits are those of a product's prologue. Rows from `rows` on are not written.
     """
     columns = out.columns
+    if x.norm is not None:
+        _check_squares(x, columns, rows)
     if columns > x.values.shape[1] or x.values.shape[0] < rows or (x.norm is not None and x.norm.numel() != columns):
         raise ValueError(f"{columns} columns of {rows} rows from {tuple(x.values.shape)}, norm of {x.norm is not None}")
     if x.values.shape[1] % 8:
         raise ValueError(f"rows of {x.values.shape[1]} columns: expected a multiple of 8")
     module = QUANTIZE.build(
-        device, COLUMNS=columns, X_STRIDE=x.values.shape[1], NORM=x.norm is not None, EPS=float(x.eps)
+        device,
+        COLUMNS=columns,
+        X_STRIDE=x.values.shape[1],
+        NORM=x.norm is not None,
+        SQUARES=0 if x.squares is None else x.squares.shape[1],
+        EPS=float(x.eps),
     )
     launch = module.launch(
         "quantize",
         grid=-(-rows // 8) * -(-columns // 256),
         block=256,
-        shared=256,
+        shared=1024,
         cluster=1,
         stage=stage,
         nbytes=0,
         x=x.values,
+        squares=x.squares,
         norm=x.norm,
         codes=out.codes,
         scales=out.scales,
@@ -534,8 +564,8 @@ def _check(segments: Sequence[Segment], rows: int) -> int:
         if isinstance(x, Latent):
             if x.values.shape[0] < rows or x.values.shape[1] < columns or x.values.shape[1] % 8:
                 raise ValueError(f"Latent {tuple(x.values.shape)}: expected {rows} rows, {columns} columns or more")
-            if x.norm is not None and x.norm.shape != (columns,):
-                raise ValueError(f"norm {tuple(x.norm.shape)}: expected {columns}")
+            if x.norm is not None:
+                _check_squares(x, columns, rows)
         else:
             tensor = x.codes if isinstance(x, Fp8) else x.values
             wanted = (columns // 16, 8, 16) if isinstance(x, Fp8) else (columns // 8, 8, 8)
@@ -550,10 +580,32 @@ def _check(segments: Sequence[Segment], rows: int) -> int:
                     f"{outputs} outputs at column {out.column} of {out.columns} fp8: not whole groups of 32"
                 )
             continue
+        if isinstance(out, Rows) and out.squares is not None:
+            shape = tuple(out.squares.shape)
+            if out.values.dtype != torch.bfloat16 or outputs % GROUP:
+                raise ValueError(f"squares of {outputs} results in {out.values.dtype}: expected whole groups, bfloat16")
+            if shape[0] < rows or shape[1] * GROUP < outputs or shape[1] % 4:
+                raise ValueError(
+                    f"squares {shape}: expected {rows} rows of {outputs // GROUP} or more, a multiple of 4"
+                )
         for tensor in out.values if isinstance(out, Peers) else [out.values]:
             if tensor.shape[0] < rows or tensor.shape[1] < out.column + outputs:
                 raise ValueError(f"output {tuple(tensor.shape)}: expected {rows} x {out.column + outputs} or more")
     return columns
+
+
+def _squares(out: Rows | Scores | Peers | Fp8) -> Tensor | None:
+    return out.squares if isinstance(out, Rows) else None
+
+
+def _check_squares(x: Latent, columns: int, rows: int) -> None:
+    """Of a Latent behind a norm."""
+    assert x.norm is not None
+    if x.norm.shape != (columns,):
+        raise ValueError(f"norm {tuple(x.norm.shape)}: expected {columns}")
+    shape = None if x.squares is None else tuple(x.squares.shape)
+    if shape is None or shape[0] < rows or shape[1] * GROUP < columns or shape[1] % 4:
+        raise ValueError(f"squares {shape}: a norm needs {rows} rows of {columns // GROUP} or more, a multiple of 4")
 
 
 def _kind(segment: Segment) -> int:
@@ -581,6 +633,13 @@ def _output(
     elif isinstance(out, Scores):
         fields["out"].append(out.values)
         form, stride = _TO_SCORES, out.values.shape[1]
+    elif out.squares is not None:
+        if fields["squares"] is not None:
+            raise ValueError("one segment of a launch leaves squares")
+        fields["out"].append(out.values)
+        fields["squares"] = out.squares
+        constants["SQUARES"] = out.squares.shape[1]
+        form, stride = _TO_SQUARED, out.values.shape[1]
     else:
         fields["out"].append(out.values)
         form, stride = _TO_BF16 if out.values.dtype == torch.bfloat16 else _TO_F32, out.values.shape[1]
@@ -622,7 +681,7 @@ def _product_shared(segments: Sequence[Segment], columns: int, shape: Shape, pro
             over = max(over, shape.warps * (units - min(units, held)) * 1024)
             if prologue != _NO_PROLOGUE:
                 activations = max(activations, part * (256 + 8))
-    norm = columns * 4 + 256 if prologue == _NORM_QUANTIZE else 0
+    norm = columns * 4 if prologue == _NORM_QUANTIZE else 0
     return sums + mail + norm + 16 + -(-activations // 16) * 16 + over
 
 
@@ -663,10 +722,14 @@ def _released(rows: int, *, wgmma: bool = True) -> list[Plan]:
 
     low = empty(rows, 1280 + 512, dtype=torch.bfloat16)
     x, x_bf16 = fp8(5120), bf16(5120)
-    plain = [Segment(weight(1280, 5120), x, Rows(low)), Segment(weight(512, 5120), x, Rows(low, 1280))]
+    squares = floats(40)
+    plain = [
+        Segment(weight(1280, 5120), x, Rows(low, squares=squares)),
+        Segment(weight(512, 5120), x, Rows(low, 1280)),
+    ]
     source = [Segment(weight(n, 5120, "bf16"), x_bf16, Rows(floats(n))) for n in (512, 512, 32)]
     mixes = Mixes(empty(rows, 4, 5120, dtype=torch.bfloat16), floats(1), floats(1), 40)
-    latent = Latent(low, floats(1280)[0], 1e-20) if rows <= PROLOGUE_ROWS else fp8(1280)
+    latent = Latent(low, floats(1280)[0], 1e-20, squares) if rows <= PROLOGUE_ROWS else fp8(1280)
     queries = [Segment(weight(n, 1280), latent, Rows(empty(rows, n, dtype=torch.bfloat16))) for n in (8192, 4096)]
     ints = empty(rows, dtype=torch.int32)
     window = Window(low, 1280, empty(512, dtype=torch.bfloat16), 1e-20, floats(32)[0], ints, ints,
@@ -699,6 +762,6 @@ def _released(rows: int, *, wgmma: bool = True) -> list[Plan]:
 SOURCES: list[tuple[jit.Source, dict[str, jit.Constant]]] = [
     *((plan.source, plan.constants) for rows in (6, 48, 192) for plan in _released(rows)),
     *((plan.source, plan.constants) for rows in (6, 48) for plan in _released(rows, wgmma=False)[:7]),
-    (QUANTIZE, {"COLUMNS": 1280, "X_STRIDE": 1792, "NORM": True, "EPS": 1e-20}),
-    (QUANTIZE, {"COLUMNS": 1536, "X_STRIDE": 1536, "NORM": False, "EPS": 0.0}),
+    (QUANTIZE, {"COLUMNS": 1280, "X_STRIDE": 1792, "NORM": True, "SQUARES": 40, "EPS": 1e-20}),
+    (QUANTIZE, {"COLUMNS": 1536, "X_STRIDE": 1536, "NORM": False, "SQUARES": 0, "EPS": 0.0}),
 ]

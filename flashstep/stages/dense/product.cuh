@@ -13,8 +13,8 @@
 // do other independent work (`extra_block`, of the file that includes this).
 //
 // Compiled with COLUMNS, SEGMENTS; KIND_s, OUTPUTS_s, FORM_s, STRIDE_s, COLUMN_s of segments 0..4; WARPS,
-// BLOCKS_PER_SM, CLUSTER, TILES_FP8, TILES_BF16, ROW_TILES, PASSES, PEERS, PROLOGUE, X_STRIDE, EPS, WGMMA, LATE_TRIGGER,
-// SHARED.
+// BLOCKS_PER_SM, CLUSTER, TILES_FP8, TILES_BF16, ROW_TILES, PASSES, PEERS, SQUARES, PROLOGUE, X_STRIDE, X_SQUARES, EPS,
+// WGMMA, LATE_TRIGGER, SHARED.
 #pragma once
 #include "common.cuh"
 #include "dense/norm.cuh"
@@ -59,6 +59,12 @@ DEVICE constexpr bool has_kind(int kind) {
     if (kind_of(s) == kind) return true;
   return false;
 }
+DEVICE constexpr bool whole_groups() {  // of 32 outputs to every 8 lanes, where the output takes them
+  for (int s = 0; s < SEGMENTS; ++s)
+    if (takes_groups(form_of(s)) && tiles_per_block(kind_of(s)) % 2 != 0) return false;
+  return true;
+}
+static_assert(whole_groups(), "an output by groups of 32 needs an even number of tiles a block");
 // Whether the last block of every segment of the kind has all its tiles.
 DEVICE constexpr bool whole_blocks(int kind) {
   for (int s = 0; s < SEGMENTS; ++s)
@@ -106,8 +112,8 @@ template <class F> DEVICE constexpr int most(F f) {
 
 constexpr int SUMS_AT = 0;
 constexpr int MAIL_AT = SUMS_AT + most(sums_bytes);
-constexpr int NORM_AT = MAIL_AT + most(mail_bytes);  // norm weights, sums of squares
-constexpr int INBOX_AT = NORM_AT + (PROLOGUE == NORM_QUANTIZE ? COLUMNS * 4 + 256 : 0);
+constexpr int NORM_AT = MAIL_AT + most(mail_bytes);  // norm weights
+constexpr int INBOX_AT = NORM_AT + (PROLOGUE == NORM_QUANTIZE ? COLUMNS * 4 : 0);
 constexpr int X_AT = INBOX_AT + 16;
 constexpr int OVER_AT = X_AT + (most(x_bytes) + 15) / 16 * 16;
 // (Constants meant for a machine with wgmma are compiled for all.)
@@ -170,11 +176,21 @@ template <class P> DEVICE void load_norm(NormPart& part, const P& p) {
 // The end of what is done before the wait, and the wait.
 DEVICE void await_turn(u8* shared, const NormPart& norm) {
 #pragma unroll
-  for (int i = 0; i < NORM_PER_THREAD; ++i)  // a barrier of quantize_rows makes it seen
+  for (int i = 0; i < NORM_PER_THREAD; ++i)
     if (NORM_CHUNKS && i * THREADS + (int)threadIdx.x < NORM_CHUNKS)
       ((uint4*)(shared + NORM_AT))[i * THREADS + threadIdx.x] = norm.value[i];
+  if (NORM_CHUNKS) sync_block();
   if (CLUSTER > 1) cluster_wait();
   await_dependencies();
+}
+
+// PROLOGUE: the rows as fp8, whose groups w, w + 8, .. warp w hands to `store(group, row, quarter, codes, scale)`.
+template <class P, class Store> DEVICE void quantize_input(const P& p, const void* x, u8* shared, Store store) {
+  int warp = warp_id();
+  quantize_rows<PROLOGUE == NORM_QUANTIZE, (GROUPS + 7) / 8, 8, GROUPS, X_SQUARES>(
+      (const bf16*)x + warp * 32, X_STRIDE, (GROUPS + 7 - warp) / 8, p.rows, p.x_squares, EPS,
+      (const float*)(shared + NORM_AT) + warp * 32,
+      [&](int i, int row, int quarter, uint2 words, u32 code) { store(i * 8 + warp, row, quarter, words, code); });
 }
 
 // A block's share of a cluster's outputs, from the mail of all senders.
@@ -313,13 +329,10 @@ template <int KIND, class P> DEVICE void product_block(const P& p, int s, int fi
   pin(x), pin(x_scales);
   await_turn(shared, norm_part);
   if constexpr (!FROM_L2) {
-    float* norm = (float*)(shared + NORM_AT);
-    auto store = [&](int group, int row, int quarter, uint2 words, u32 code) {
+    quantize_input(p, p.x[s], shared, [&](int group, int row, int quarter, uint2 words, u32 code) {
       *(uint2*)(shared + X_AT + codes_offset(group, row, quarter)) = words;
       if (quarter == 0) (shared + X_AT + X_BYTES)[group * 8 + row] = (u8)code;
-    };
-    quantize_rows<PROLOGUE == NORM_QUANTIZE, (GROUPS + 7) / 8, 1>((const bf16*)p.x[s], X_STRIDE, GROUPS, p.rows, norm, EPS, 0,
-                                                                  norm + COLUMNS, store);
+    });
     sync_block();
   }
 

@@ -116,13 +116,10 @@ template <class P> DEVICE void wgmma_block(const P& p, int s, int first_tile, u8
   await_turn(shared, norm_part);
   if constexpr (PROLOGUE != NO_PROLOGUE) {
     XBuffer x = x_buffer(shared, 0);
-    float* norm = (float*)(shared + NORM_AT);
-    auto store = [&](int group, int row, int quarter, uint2 words, u32 code) {
+    quantize_input(p, p.x[s], shared, [&](int group, int row, int quarter, uint2 words, u32 code) {
       *(uint2*)(x.codes + codes_offset(group, row, quarter)) = words;
       if (quarter == 0) x.scales[group * 8 + row] = as_float(code << 23);
-    };
-    quantize_rows<PROLOGUE == NORM_QUANTIZE, (GROUPS + 7) / 8, 1>((const bf16*)p.x[s], X_STRIDE, GROUPS, p.rows, norm,
-                                                                  EPS, 0, norm + COLUMNS, store);
+    });
     fence_async();
   } else {
     start_copies(0);
