@@ -31,7 +31,7 @@ MAX_PEERS = 8
 _FP8, _FP8_AT_BF16, _BF16 = range(3)
 _TO_BF16, _TO_F32, _TO_PEERS, _TO_FRAGMENTS, _TO_SCORES, _TO_SQUARED = range(6)
 _NO_PROLOGUE, _QUANTIZE, _NORM_QUANTIZE = range(3)
-_HELD, _HELD_ALONE = 8, 16  # units of mma.sync in a warp's registers: two blocks a multiprocessor, or one
+_HELD, _HELD_ALONE = 12, 16  # units of mma.sync in a warp's registers: two blocks a multiprocessor, or one
 _GROUP_BYTES = {_FP8: 516, _FP8_AT_BF16: 516, _BF16: 1024}
 
 _PRODUCT = [
@@ -229,7 +229,8 @@ class Window:
 class Shape:
     """How a product is cut. `tiles_*`: tiles of 16 outputs a block, by weight kind; `cluster`: blocks that share K.
 
-    `row_tiles`: tiles of 8 rows a pass. `wgmma`: fp8 x fp8 by wgmma where the machine has it; takes 4 `tiles_fp8`.
+    `row_tiles`: tiles of 8 rows a pass. `wgmma`: where the machine has it, use it: up to 8 rows for fp8 x fp8, with 4
+    `tiles_fp8`; above for all kinds, with 4 tiles or 8.
     """
 
     warps: int = 8
@@ -244,6 +245,8 @@ class Shape:
 # ---- launches -------------------------------------------------------------------------------------------------------
 
 _SLICE = 40  # groups of K a block takes by wgmma: 80 registers of weights, two blocks fit a multiprocessor
+# More rows, a block alone on its multiprocessor: groups whose weights a lane holds, and tiles of 8 rows of a pass.
+_WIDE_FP8, _WIDE_BF16, _WIDE_TILES = 32, 20, 6
 _UNITS = 20  # of a warp by mma.sync: what exceeds its registers is decoded in shared memory, 8 KB a unit
 _RESIDENT_BLOCKS = 264  # two on each of 132 multiprocessors
 _MULTIPROCESSORS = 132
@@ -395,8 +398,10 @@ def plan_product(
 def choose_shape(segments: Sequence[Segment], rows: int, *, wgmma: bool = True) -> Shape:
     """How to cut a launch: as few blocks share K as its weights fit registers, and multiprocessors are busy evenly.
 
-    `wgmma`: multiply fp8 by fp8 with it where the machine has it.
+    `wgmma`: use it where the machine has it.
     """
+    if wgmma and rows > PROLOGUE_ROWS:
+        return _wide_shape(segments, rows)
     kinds = {_kind(segment) for segment in segments}
     groups = -(-segments[0].weight.columns // GROUP)
     few = rows <= PROLOGUE_ROWS
@@ -413,7 +418,7 @@ def choose_shape(segments: Sequence[Segment], rows: int, *, wgmma: bool = True) 
 
     def time(cluster: int) -> int:
         """Of the busiest multiprocessor, in groups of K; two blocks of few rows share one without loss."""
-        blocks = sum(-(-segment.weight.outputs // (TILE * tiles[_kind(segment)])) for segment in segments) * cluster
+        blocks = _blocks(segments, tiles) * cluster
         return -(-blocks // (2 * _MULTIPROCESSORS if few else _MULTIPROCESSORS)) * (_slice(groups, cluster, 8) + 8)
 
     # On an H200, few rows: wo_b took 4.6 us in clusters of three and 2.9 in clusters of two; clusters of eight made low
@@ -425,15 +430,48 @@ def choose_shape(segments: Sequence[Segment], rows: int, *, wgmma: bool = True) 
         return Shape(
             cluster=clusters[-1], row_tiles=1 if few else min(row_tiles, 3), tiles_fp8=2 if grouped else 1, tiles_bf16=1
         )
-    cluster = min(options, key=time)
     return Shape(
         blocks_per_sm=2 if few else 1,
-        cluster=cluster,
+        cluster=min(options, key=time),
         tiles_fp8=4,
         tiles_bf16=tiles[_BF16],
-        row_tiles=min(row_tiles, 6 if kinds == {_FP8} and wgmma else 3),
+        row_tiles=min(row_tiles, 3),
         wgmma=wgmma and _FP8 in kinds,
     )
+
+
+def _wide_shape(segments: Sequence[Segment], rows: int) -> Shape:
+    """Of wide.cuh: what keeps the multiprocessors busy evenly and reads each row's activations few times."""
+    kinds = {_kind(segment) for segment in segments}
+    columns = _check(segments, rows)
+    most_groups = _WIDE_FP8 if kinds == {_FP8} else _WIDE_BF16  # of a lane
+    row_tiles = -(-rows // 8)
+    options: list[tuple[float, Shape]] = []
+    for tiles in (4, 8):
+        for cluster in (1, 2, 3, 4, 8):
+            part = _slice(columns // GROUP, cluster, 8)
+            if part * tiles > most_groups * 8:
+                continue
+            passes = -(-row_tiles // _WIDE_TILES)
+            while True:
+                each = -(-row_tiles // passes)
+                shape = Shape(
+                    blocks_per_sm=1, cluster=cluster, tiles_fp8=tiles, tiles_bf16=tiles, row_tiles=each, wgmma=True
+                )
+                if _product_shared(segments, columns, shape, _NO_PROLOGUE, rows) <= jit.MAX_SHARED or each == 1:
+                    break
+                passes += 1
+            waves = -(-_blocks(segments, dict.fromkeys(kinds, tiles)) * cluster // _MULTIPROCESSORS)
+            # Per 8 rows: copies of a slice of K, products of `tiles`, and what the end of a pass costs.
+            options.append((waves * (part * (8 + tiles) + 80), shape))
+    if not options:
+        raise ValueError(f"{columns} columns are more than 8 blocks hold")
+    return min(options, key=lambda option: option[0])[1]
+
+
+def _blocks(segments: Sequence[Segment], tiles: dict[int, int]) -> int:
+    """Blocks, or clusters, that divide the outputs of all segments among them."""
+    return sum(-(-segment.weight.outputs // (TILE * tiles[_kind(segment)])) for segment in segments)
 
 
 def stream_product(
@@ -664,25 +702,29 @@ def _product_shared(segments: Sequence[Segment], columns: int, shape: Shape, pro
     held = _HELD if shape.blocks_per_sm > 1 else _HELD_ALONE
     buffers = 2 if passes > 1 else 1
     sums = mail = activations = over = 0
+    wide = shape.wgmma and rows > PROLOGUE_ROWS
     for kind in {_kind(segment) for segment in segments}:
-        by_wgmma = shape.wgmma and kind == _FP8
+        by_wgmma = shape.wgmma and not wide and kind == _FP8
         tiles = _tiles(shape, kind)
         items = shape.row_tiles * 8 * tiles * 4
         share = -(-(items // 8) // shape.cluster) * 8
-        senders = shape.cluster * (shape.warps // 4 if by_wgmma and passes == 1 else 1)
-        parts = shape.warps // 4 if by_wgmma else shape.warps
+        senders = shape.cluster * (shape.warps // 4 if by_wgmma else 1)
+        parts = shape.warps // tiles if wide else shape.warps // 4 if by_wgmma else shape.warps
         sums = max(sums, parts * shape.row_tiles * 8 * (16 * tiles + 4) * 4)
         if shape.cluster > 1:
             mail = max(mail, buffers * senders * share * 16)
-        if by_wgmma:
-            activations = max(activations, buffers * shape.row_tiles * part * (256 + 32) + part * 16)
+        if wide:
+            group = 256 + 32 if kind == _FP8 else 512
+            activations = max(activations, buffers * shape.row_tiles * part * group + shape.warps * part * 4)
+        elif by_wgmma:
+            activations = max(activations, part * (256 + 32) + part * 16)
         else:
             units = tiles * -(-part // shape.warps)
             over = max(over, shape.warps * (units - min(units, held)) * 1024)
             if prologue != _NO_PROLOGUE:
                 activations = max(activations, part * (256 + 8))
     norm = columns * 4 if prologue == _NORM_QUANTIZE else 0
-    return sums + mail + norm + 16 + -(-activations // 16) * 16 + over
+    return sums + mail + norm + 32 + -(-activations // 16) * 16 + over
 
 
 def has_wgmma(device: torch.device) -> bool:

@@ -2,9 +2,10 @@
 //
 // A block takes TILES_* tiles of 16 outputs and 1 / CLUSTER of K. What is left to do behind the wait for the kernel
 // before is one trip to L2 for the activations, products out of registers, one sum over the block's parts of K, one over
-// the cluster's. Two ways to multiply: wgmma.cuh (fp8 x fp8, where the machine has it), and here, by mma.sync: warps
-// divide K among them, each for all tiles, so that every activation is read from L2 by one warp of the block. Weights
-// are decoded before the wait; what exceeds the registers lies decoded in shared memory.
+// the cluster's. Ways to multiply: where the machine has wgmma, wgmma.cuh (fp8 x fp8, up to 8 rows) and wide.cuh (more
+// rows, all kinds); and here, by mma.sync: warps divide K among them, each for all tiles, so that every activation is
+// read from L2 by one warp of the block. Weights are decoded before the wait; what exceeds the registers lies decoded
+// in shared memory.
 //
 // Rows go through in passes of ROW_TILES tiles of 8; the weights stay. Summation order depends on the shape of the
 // launch, not on the rows: a row's bits are its own.
@@ -37,9 +38,10 @@ constexpr int SLICE = ((GROUPS + CLUSTER - 1) / CLUSTER + WARPGROUPS - 1) / WARP
 constexpr int PER_WARP = (SLICE + WARPS - 1) / WARPS;  // groups
 constexpr int PER_PART = SLICE / WARPGROUPS;           // groups of a warpgroup
 constexpr bool EVEN = GROUPS == SLICE * CLUSTER;
+constexpr bool WIDE = USE_WGMMA && PASSES * ROW_TILES > 1;  // all kinds by wide.cuh
 
 static_assert(PROLOGUE == NO_PROLOGUE || (CLUSTER == 1 && ROW_TILES == 1 && PASSES == 1 && WARPS == 8), "few rows");
-static_assert(WARPS % 4 == 0 && (!USE_WGMMA || TILES_FP8 == 4), "a product of wgmma has 64 outputs");
+static_assert(WARPS % 4 == 0 && (!USE_WGMMA || WIDE || TILES_FP8 == 4), "a product of wgmma has 64 outputs");
 
 #define OF_SEGMENT(name) (s == 0 ? name##_0 : s == 1 ? name##_1 : s == 2 ? name##_2 : s == 3 ? name##_3 : name##_4)
 DEVICE constexpr int kind_of(int s) { return OF_SEGMENT(KIND); }
@@ -64,6 +66,12 @@ DEVICE constexpr bool whole_groups() {  // of 32 outputs to every 8 lanes, where
     if (takes_groups(form_of(s)) && tiles_per_block(kind_of(s)) % 2 != 0) return false;
   return true;
 }
+DEVICE constexpr bool wide_tiles() {
+  for (int s = 0; s < SEGMENTS; ++s)
+    if (tiles_per_block(kind_of(s)) % 4 != 0 || WARPS % tiles_per_block(kind_of(s)) != 0) return false;
+  return true;
+}
+static_assert(!WIDE || wide_tiles(), "64 outputs for a warpgroup, or for all");
 static_assert(whole_groups(), "an output by groups of 32 needs an even number of tiles a block");
 // Whether the last block of every segment of the kind has all its tiles.
 DEVICE constexpr bool whole_blocks(int kind) {
@@ -75,9 +83,11 @@ DEVICE constexpr int larger(int a, int b) { return a > b ? a : b; }
 
 // ---- shared memory ------------------------------------------------------------------------------------------------
 
-DEVICE constexpr bool by_wgmma(int kind) { return USE_WGMMA && kind == FP8; }
+DEVICE constexpr bool by_wgmma(int kind) { return USE_WGMMA && !WIDE && kind == FP8; }
 // Parts of K in a block, each with sums of its own.
-DEVICE constexpr int parts_of(int kind) { return by_wgmma(kind) ? WARPGROUPS : WARPS; }
+DEVICE constexpr int parts_of(int kind) {
+  return WIDE ? WARPS / tiles_per_block(kind) : by_wgmma(kind) ? WARPGROUPS : WARPS;
+}
 DEVICE constexpr int sums_stride(int tiles) { return 16 * tiles + 4; }
 DEVICE constexpr int sums_bytes(int kind) {
   return parts_of(kind) * ROW_TILES * 8 * sums_stride(tiles_per_block(kind)) * 4;
@@ -92,17 +102,21 @@ DEVICE constexpr int mail_bytes(int kind) {
   return CLUSTER == 1 ? 0 : (PASSES > 1 ? 2 : 1) * senders_of(kind) * items_per_block(tiles_per_block(kind)) * 16;
 }
 // Units that a warp of mma.sync keeps in registers, 8 registers each; the others lie in shared memory.
-constexpr int MOST_HELD = BLOCKS_PER_SM > 1 ? 8 : 16;
+constexpr int MOST_HELD = BLOCKS_PER_SM > 1 ? 12 : 16;
 DEVICE constexpr int units_of(int kind) { return tiles_per_block(kind) * PER_WARP; }
 DEVICE constexpr int held_of(int kind) { return units_of(kind) < MOST_HELD ? units_of(kind) : MOST_HELD; }
-constexpr int X_BUFFERS = PASSES > 1 ? 2 : 1;  // of wgmma: a pass is multiplied, the next one copied
+constexpr int X_BUFFERS = PASSES > 1 ? 2 : 1;  // a pass is multiplied, the next one copied
 constexpr int X_BYTES = SLICE * 256;           // of 8 rows
 DEVICE constexpr int x_bytes(int kind) {       // activations in shared memory; scales as float32, or as codes
-  if (by_wgmma(kind)) return X_BUFFERS * ROW_TILES * (X_BYTES + SLICE * 32) + WARPS * PER_PART * 4;
+  if (WIDE) {
+    int scales = kind == FP8 ? SLICE * 32 : 0;
+    return X_BUFFERS * ROW_TILES * (SLICE * fragment_bytes(kind) + scales) + WARPS * SLICE * 4;
+  }
+  if (by_wgmma(kind)) return X_BYTES + SLICE * 32 + WARPS * PER_PART * 4;
   return PROLOGUE ? X_BYTES + SLICE * 8 : 0;
 }
 DEVICE constexpr int over_bytes(int kind) {
-  return by_wgmma(kind) ? 0 : WARPS * (units_of(kind) - held_of(kind)) * 1024;
+  return WIDE || by_wgmma(kind) ? 0 : WARPS * (units_of(kind) - held_of(kind)) * 1024;
 }
 template <class F> DEVICE constexpr int most(F f) {
   int result = 0;
@@ -114,7 +128,7 @@ constexpr int SUMS_AT = 0;
 constexpr int MAIL_AT = SUMS_AT + most(sums_bytes);
 constexpr int NORM_AT = MAIL_AT + most(mail_bytes);  // norm weights
 constexpr int INBOX_AT = NORM_AT + (PROLOGUE == NORM_QUANTIZE ? COLUMNS * 4 : 0);
-constexpr int X_AT = INBOX_AT + 16;
+constexpr int X_AT = INBOX_AT + 32;
 constexpr int OVER_AT = X_AT + (most(x_bytes) + 15) / 16 * 16;
 // (Constants meant for a machine with wgmma are compiled for all.)
 static_assert(SHARED >= OVER_AT + most(over_bytes) || WGMMA != USE_WGMMA, "cuda.py counts shared memory as this file does");
@@ -242,14 +256,7 @@ template <int KIND, class P> DEVICE void finish_pass(const Block& b, const P& p,
     if constexpr (CLUSTER == 1) {
       emit(p, b.place, row < rows, first_row + row, b.first_tile * 16 + quad * 4, v);
     } else if constexpr (PASSES == 1) {
-      float* to = (float*)(mail + b.rank * SHARE + item % SHARE);
-      u64* inbox = (u64*)(b.shared + INBOX_AT);
-      if (row < rows) {
-        cluster_store(to, item / SHARE, v.x, inbox);
-        cluster_store(to + 1, item / SHARE, v.y, inbox);
-        cluster_store(to + 2, item / SHARE, v.z, inbox);
-        cluster_store(to + 3, item / SHARE, v.w, inbox);
-      }
+      if (row < rows) cluster_store(mail + b.rank * SHARE + item % SHARE, item / SHARE, v, (u64*)(b.shared + INBOX_AT));
     } else {
       *cluster_map(mail + b.rank * SHARE + item % SHARE, item / SHARE) = v;
     }
@@ -398,7 +405,16 @@ template <int KIND, class P> DEVICE void product_block(const P& p, int s, int fi
 
 #ifdef HAS_WGMMA
 #include "dense/wgmma.cuh"
+#include "dense/wide.cuh"
 #endif
+
+template <int KIND, class P> DEVICE void segment_block(const P& p, int s, int first_tile, u8* shared) {
+  if constexpr (!WIDE && !by_wgmma(KIND)) product_block<KIND>(p, s, first_tile, shared);
+#ifdef HAS_WGMMA
+  else if constexpr (WIDE) wide_block<KIND>(p, s, first_tile, shared);
+  else wgmma_block(p, s, first_tile, shared);
+#endif
+}
 
 // The whole kernel. `extra_block(p, i, shared)` does the work of the i-th block behind those of the segments.
 template <class P> DEVICE void run_product(const P& p) {
@@ -416,17 +432,10 @@ template <class P> DEVICE void run_product(const P& p) {
     return;
   }
   int kind = kind_of(s), first_tile = cluster * tiles_per_block(kind);
-  if constexpr (has_kind(FP8)) {
-    if (kind == FP8) {
-#ifdef HAS_WGMMA
-      if constexpr (USE_WGMMA) wgmma_block(p, s, first_tile, shared);
-      else
-#endif
-        product_block<FP8>(p, s, first_tile, shared);
-    }
-  }
+  if constexpr (has_kind(FP8))
+    if (kind == FP8) segment_block<FP8>(p, s, first_tile, shared);
   if constexpr (has_kind(FP8_AT_BF16))
-    if (kind == FP8_AT_BF16) product_block<FP8_AT_BF16>(p, s, first_tile, shared);
+    if (kind == FP8_AT_BF16) segment_block<FP8_AT_BF16>(p, s, first_tile, shared);
   if constexpr (has_kind(BF16))
-    if (kind == BF16) product_block<BF16>(p, s, first_tile, shared);
+    if (kind == BF16) segment_block<BF16>(p, s, first_tile, shared);
 }

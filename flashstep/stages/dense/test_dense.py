@@ -254,7 +254,8 @@ def test_source_layer_mixes_kinds_and_outputs(case: Case, rows: int, wgmma: bool
         weight, weight_values = case.bf16_weight(outputs, 256)
         segments.append(Segment(weight, case.bf16(x), Rows(case.poison(rows, outputs))))
         expected.append((x.double() @ weight_values.T).float())
-    shape = Shape(cluster=2, tiles_fp8=4 if wgmma else 2, row_tiles=1 if rows <= 8 else 2, wgmma=wgmma)
+    tiles = (4 if wgmma else 2, 4 if wgmma and rows > 8 else 1)
+    shape = Shape(cluster=2, tiles_fp8=tiles[0], tiles_bf16=tiles[1], row_tiles=1 if rows <= 8 else 2, wgmma=wgmma)
     run(case, segments, rows, shape=shape)
     for segment, values in zip(segments, expected, strict=True):
         assert isinstance(segment.out, Rows)
