@@ -56,8 +56,8 @@ _WINDOW = [
     ("frequencies", "const float*"),
     ("row_position", "const i32*"),
     ("row_slot", "const i32*"),
-    ("codes", "u8*"),
-    ("scales", "u8*"),
+    ("window_codes", "u8*"),
+    ("window_scales", "u8*"),
     ("ring", "int"),
 ]
 PRODUCT = jit.Source("stages/dense/product.cu", {"product": jit.Params("Product", _PRODUCT)}, hot=["product"])
@@ -88,22 +88,21 @@ STREAM = jit.Source(
     },
     hot=["stream"],
 )
+_QUANTIZE_FIELDS = [
+    ("x", "const bf16*"),
+    ("squares", "const float*"),
+    ("norm", "const float*"),
+    ("codes", "u8*"),
+    ("scales", "u8*"),
+    ("rows", "int"),
+]
 QUANTIZE = jit.Source(
-    "stages/dense/quantize.cu",
-    {
-        "quantize": jit.Params(
-            "Quantize",
-            [
-                ("x", "const bf16*"),
-                ("squares", "const float*"),
-                ("norm", "const float*"),
-                ("codes", "u8*"),
-                ("scales", "u8*"),
-                ("rows", "int"),
-            ],
-        )
-    },
-    hot=["quantize"],
+    "stages/dense/quantize.cu", {"quantize": jit.Params("Quantize", _QUANTIZE_FIELDS)}, hot=["quantize"]
+)
+QUANTIZE_WINDOW = jit.Source(
+    "stages/dense/quantize_window.cu",
+    {"quantize_window": jit.Params("QuantizeWindow", _QUANTIZE_FIELDS + _WINDOW)},
+    hot=["quantize_window"],
 )
 
 
@@ -224,6 +223,28 @@ class Window:
     scales: Tensor
     ring: int
 
+    @property
+    def constants(self) -> dict[str, jit.Constant]:
+        """What kernels that write the entries are compiled with."""
+        return {"HEAD_DIM": self.codes.shape[-1], "ROPE": 2 * self.frequencies.shape[0]}
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """Their parameters."""
+        return {
+            "low": self.low,
+            "low_stride": self.low.shape[1],
+            "low_column": self.column,
+            "kv_norm": self.kv_norm,
+            "window_eps": self.eps,
+            "frequencies": self.frequencies,
+            "row_position": self.row_position,
+            "row_slot": self.row_slot,
+            "window_codes": self.codes,
+            "window_scales": self.scales,
+            "ring": self.ring,
+        }
+
 
 @dataclass(frozen=True)
 class Shape:
@@ -276,7 +297,9 @@ def product(
     if isinstance(x, Latent) and rows > PROLOGUE_ROWS:
         if x.scratch is None:
             raise ValueError(f"{rows} rows of a Latent need scratch")
-        launches += quantize(device, x, x.scratch, rows, stage=stage)
+        window = extra if isinstance(extra, Window) else None  # not behind the product's waves of blocks
+        launches += quantize(device, x, x.scratch, rows, stage=stage, window=window)
+        extra = None if window else extra
         segments = [replace(segment, x=x.scratch) for segment in segments]
     shape = shape or choose_shape(segments, rows, wgmma=wgmma and has_wgmma(device))
     plan = plan_product(segments, rows, extra, shape, late_trigger=late_trigger)
@@ -377,20 +400,8 @@ def plan_product(
         blocks += -(-mixing // shape.cluster) * shape.cluster
     elif isinstance(extra, Window):
         source, kernel = PRODUCT_WINDOW, "product_window"
-        constants.update(HEAD_DIM=extra.codes.shape[-1], ROPE=2 * extra.frequencies.shape[0])
-        fields.update(
-            low=extra.low,
-            low_stride=extra.low.shape[1],
-            low_column=extra.column,
-            kv_norm=extra.kv_norm,
-            window_eps=extra.eps,
-            frequencies=extra.frequencies,
-            row_position=extra.row_position,
-            row_slot=extra.row_slot,
-            codes=extra.codes,
-            scales=extra.scales,
-            ring=extra.ring,
-        )
+        constants.update(extra.constants)
+        fields.update(extra.fields)
         blocks += -(-rows // shape.cluster) * shape.cluster
     return Plan(source, kernel, constants, fields, blocks, 32 * shape.warps, shared, shape.cluster, nbytes)
 
@@ -542,10 +553,12 @@ def plan_stream(segment: Segment, rows: int, blocks: int, tiles: int | None = No
     return Plan(STREAM, "stream", constants, launch_fields, blocks, 288, shared, 1, weight.nbytes)
 
 
-def quantize(device: torch.device, x: Latent, out: Fp8, rows: int, *, stage: str) -> list[jit.Launch]:
+def quantize(
+    device: torch.device, x: Latent, out: Fp8, rows: int, *, stage: str, window: Window | None = None
+) -> list[jit.Launch]:
     """fp8 fragments `out` of the first columns (as many as `out` has) of `x`, behind its norm if it has one.
 
-    The bits are those of a product's prologue. Rows from `rows` on are not written.
+    The bits are those of a product's prologue. Rows from `rows` on are not written. `window`: its entries too.
     """
     columns = out.columns
     if x.norm is not None:
@@ -554,30 +567,39 @@ def quantize(device: torch.device, x: Latent, out: Fp8, rows: int, *, stage: str
         raise ValueError(f"{columns} columns of {rows} rows from {tuple(x.values.shape)}, norm of {x.norm is not None}")
     if x.values.shape[1] % 8:
         raise ValueError(f"rows of {x.values.shape[1]} columns: expected a multiple of 8")
-    module = QUANTIZE.build(
-        device,
-        COLUMNS=columns,
-        X_STRIDE=x.values.shape[1],
-        NORM=x.norm is not None,
-        SQUARES=0 if x.squares is None else x.squares.shape[1],
-        EPS=float(x.eps),
-    )
-    launch = module.launch(
-        "quantize",
-        grid=-(-rows // 8) * -(-columns // 256),
-        block=256,
-        shared=1024,
-        cluster=1,
-        stage=stage,
-        nbytes=0,
-        x=x.values,
-        squares=x.squares,
-        norm=x.norm,
-        codes=out.codes,
-        scales=out.scales,
-        rows=rows,
-    )
-    return [launch]
+    constants: dict[str, jit.Constant] = {
+        "COLUMNS": columns,
+        "X_STRIDE": x.values.shape[1],
+        "NORM": x.norm is not None,
+        "SQUARES": 0 if x.squares is None else x.squares.shape[1],
+        "EPS": float(x.eps),
+    }
+    fields: dict[str, Any] = {
+        "x": x.values,
+        "squares": x.squares,
+        "norm": x.norm,
+        "codes": out.codes,
+        "scales": out.scales,
+        "rows": rows,
+    }
+    grid = -(-rows // 8) * -(-columns // 256)
+    if window is not None:
+        constants.update(window.constants)
+        fields.update(window.fields)
+        grid += rows
+    module = (QUANTIZE if window is None else QUANTIZE_WINDOW).build(device, **constants)
+    return [
+        module.launch(
+            "quantize" if window is None else "quantize_window",
+            grid=grid,
+            block=256,
+            shared=1024,
+            cluster=1,
+            stage=stage,
+            nbytes=0,
+            **fields,
+        )
+    ]
 
 
 # ---- parts ----------------------------------------------------------------------------------------------------------
@@ -784,8 +806,8 @@ def _released(rows: int, *, wgmma: bool = True) -> list[Plan]:
         for segments, extra in (
             (plain, mixes),
             (plain + source, mixes),
-            (queries[:1], window),
-            (queries, window),
+            (queries[:1], window if rows <= PROLOGUE_ROWS else None),
+            (queries, window if rows <= PROLOGUE_ROWS else None),
             (wo_a, None),
             ([Segment(weight(5120, 2048), u, peers)], None),
             ([Segment(weight(384, 5120, "bf16"), x_bf16, Scores(floats(384)))], mixes),
@@ -804,6 +826,18 @@ def _released(rows: int, *, wgmma: bool = True) -> list[Plan]:
 SOURCES: list[tuple[jit.Source, dict[str, jit.Constant]]] = [
     *((plan.source, plan.constants) for rows in (6, 48, 192) for plan in _released(rows)),
     *((plan.source, plan.constants) for rows in (6, 48) for plan in _released(rows, wgmma=False)[:7]),
+    (
+        QUANTIZE_WINDOW,
+        {
+            "COLUMNS": 1280,
+            "X_STRIDE": 1792,
+            "NORM": True,
+            "SQUARES": 40,
+            "EPS": 1e-20,
+            "HEAD_DIM": 512,
+            "ROPE": 64,
+        },
+    ),
     (QUANTIZE, {"COLUMNS": 1280, "X_STRIDE": 1792, "NORM": True, "SQUARES": 40, "EPS": 1e-20}),
     (QUANTIZE, {"COLUMNS": 1536, "X_STRIDE": 1536, "NORM": False, "SQUARES": 0, "EPS": 0.0}),
 ]

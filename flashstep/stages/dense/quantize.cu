@@ -1,27 +1,7 @@
-// bf16 rows into fp8 fragments, by itself or behind an RMS norm: for more rows than a product takes in its prologue.
-// A warp per 8 rows and group of 32 columns.
-//
-// Compiled with COLUMNS, X_STRIDE, NORM, SQUARES, EPS.
-#include "dense/norm.cuh"
-
-constexpr int GROUPS = COLUMNS / 32;
-constexpr int PARTS = (GROUPS + 7) / 8;  // blocks of 8 rows
+// Quantization alone (quantize.cuh).
+#include "dense/quantize.cuh"
 
 KERNEL(quantize, Quantize, 256, 1) {
   launch_dependents();
-  float* norm = (float*)shared_memory();  // of a block's 8 groups
-  int tile = (int)blockIdx.x / PARTS, first = (int)blockIdx.x % PARTS * 8, warp = warp_id();
-  if (NORM && first * 32 + (int)threadIdx.x < COLUMNS) norm[threadIdx.x] = p.norm[first * 32 + threadIdx.x];
-  sync_block();
-  u8* codes = p.codes + ((i64)tile * GROUPS + first) * 256;
-  u8* scales = p.scales + ((i64)tile * GROUPS + first) * 8;
-  auto store = [&](int, int row, int quarter, uint2 words, u32 code) {
-    *(uint2*)(codes + codes_offset(warp, row, quarter)) = words;
-    if (quarter == 0) scales[warp * 8 + row] = (u8)code;
-  };
-  wait_for_dependencies();
-  if (first + warp >= GROUPS) return;
-  quantize_rows<NORM, 1, 1, GROUPS, SQUARES>(p.x + (i64)tile * 8 * X_STRIDE + (first + warp) * 32, X_STRIDE, 1,
-                                             p.rows - tile * 8, p.squares + tile * 8 * SQUARES, EPS, norm + warp * 32,
-                                             store);
+  quantize_block(p, (int)blockIdx.x, shared_memory());
 }

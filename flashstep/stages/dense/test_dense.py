@@ -422,14 +422,15 @@ def test_mixes_ride_along(case: Case) -> None:
     assert_close(partials.cpu().double().sum(1)[:, :25], exact, magnitude)
 
 
-def test_window_rides_along(case: Case) -> None:
-    """wq_b with its prologue, and the window entries of the same latents; one row is inactive."""
-    rows, q_lora, head_dim, rope, ring = 6, 128, 64, 32, 24
+@pytest.mark.parametrize("rows", [6, 11])
+def test_window_rides_along(case: Case, rows: int) -> None:
+    """wq_b with its prologue or a kernel in front, and the window entries of the same latents; a row is inactive."""
+    q_lora, head_dim, rope, ring = 128, 64, 32, 24
     config = ModelConfig.from_dict(small_config(head_dim=head_dim, qk_rope_head_dim=rope))
     low = case.rows(rows, q_lora + head_dim)
     kv_norm = (1 + 0.25 * case.normal(head_dim)).bfloat16()
-    positions = torch.tensor([3, 25, 26, 27, 0, 1])
-    slots = torch.tensor([1, 0, 0, 0, -1, 2])
+    positions = torch.tensor([3, 25, 26, 27, 0, 1, 28, 29, 30, 31, 32])[:rows]
+    slots = torch.tensor([1, 0, 0, 0, -1, 2, 0, 0, 0, 0, 0])[:rows]
     frequencies = Rope(config, compressed=False)
     codes = torch.full((3, ring, head_dim), 0x7F, dtype=torch.uint8, device=case.device)
     scales = torch.full((3, ring, head_dim // 32), 0xFF, dtype=torch.uint8, device=case.device)
@@ -448,7 +449,14 @@ def test_window_rides_along(case: Case) -> None:
         scales=scales,
         ring=ring,
     )
-    run(case, [Segment(weight, Latent(latents), Rows(out))], rows, extra=window, shape=Shape(tiles_fp8=2))
+    latent = Latent(latents, scratch=case.empty_fp8(rows, q_lora))
+    run(
+        case,
+        [Segment(weight, latent, Rows(out))],
+        rows,
+        extra=window,
+        shape=Shape(tiles_fp8=2, row_tiles=-(-rows // 8)),
+    )
     assert_equal(out, (low[:, :q_lora].double() @ values.T).bfloat16())
 
     latent = rms_norm(low[:, q_lora:], kv_norm.double(), 1e-20, Numerics())
