@@ -68,11 +68,12 @@ template <class T> DEVICE T* cluster_map(T* p, int rank) {
 
 // ---- memory -----------------------------------------------------------------------------------------------------
 
-// Read once, never written during the kernel (weights): past L1.
+// Read once, never written during the kernel (weights): past L1. Not ".nc": ptxas moves such loads behind
+// griddepcontrol.wait, where all that was to come meanwhile is waited for.
 DEVICE uint4 load_stream(const void* p) {
   uint4 v;
-  asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
+  asm volatile("ld.global.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p) : "memory");
   return v;
 }
 // Written by an earlier kernel, perhaps on another multiprocessor: from L2. T is 2, 4, 8 or 16 bytes wide.
