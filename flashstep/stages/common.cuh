@@ -207,8 +207,10 @@ DEVICE u64 wgmma_descriptor(const void* fragment, u32 tile_stride = 256) {
   u64 a = (u64)((shared_address(fragment) & 0x3FFFF) >> 4);
   return a | ((u64)(128 >> 4) << 16) | ((u64)(tile_stride >> 4) << 32);
 }
-// The same, `bytes` (a multiple of 16) further on: an addition where a descriptor takes several operations.
-DEVICE u64 wgmma_further(u64 descriptor, u32 bytes) { return descriptor + (bytes >> 4); }
+// The same, `bytes` (a multiple of 16) further on: one addition, since addresses do not reach the upper half.
+DEVICE u64 wgmma_further(u64 descriptor, u32 bytes) {
+  return (descriptor & 0xFFFFFFFF00000000ull) | ((u32)descriptor + (bytes >> 4));
+}
 DEVICE void wgmma_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 #define WGMMA_D1(c) c(d[0]), c(d[1]), c(d[2]), c(d[3])
 #define WGMMA_D2(c) WGMMA_D1(c), c(d[4]), c(d[5]), c(d[6]), c(d[7])

@@ -25,7 +25,8 @@ template <class P> DEVICE void wgmma_block(const P& p, int s, int first_tile, u8
   NormPart norm_part;
   prepare<FP8>(b, p);
   load_norm(norm_part, p);
-  int warp = warp_id(), lane = lane_id(), part = warp >> 2, tile = warp & 3, first = part * PER_PART;  // in the slice
+  int warp = shuffle(warp_id(), 0);  // a value that the compiler knows to be the warp's: descriptors stay uniform
+  int lane = lane_id(), part = warp >> 2, tile = warp & 3, first = part * PER_PART;  // in the slice
 
   u8* const x_codes = shared + X_AT;                      // [group of the slice][256]
   float* const x_scales = (float*)(x_codes + X_BYTES);    // [group][8]
@@ -63,7 +64,7 @@ template <class P> DEVICE void wgmma_block(const P& p, int s, int first_tile, u8
   const u8* scales_from = p.x_scales[s] + b.first_group * 8 + thread * 8;
   int row = thread % 8;
   bool has_group = EVEN ? thread < SLICE : thread < b.groups;
-  pin(codes_from), pin(scales_from), pin(row);
+  pin(codes_from), pin(scales_from);
   await_turn(shared, norm_part);
   if constexpr (PROLOGUE != NO_PROLOGUE) {
     quantize_input(p, p.x[s], shared, [&](int group, int row, int quarter, uint2 words, u32 code) {
@@ -111,38 +112,40 @@ template <class P> DEVICE void wgmma_block(const P& p, int s, int first_tile, u8
   start_batch(0);
 #pragma unroll
   for (int batch = 0; batch < BATCHES; ++batch) {
-    if (batch + 1 < BATCHES) {
-      start_batch(batch + 1);
-      wgmma_wait<1>();
-    } else {
-      wgmma_wait<0>();
-    }
+    if (batch + 1 < BATCHES) start_batch(batch + 1);
+    float even[BATCH], odd[BATCH];  // while the products run
 #pragma unroll
     for (int i = 0; i < BATCH; ++i) {
-      int g = batch * BATCH + i;
-      if (g >= PER_PART) continue;
+      int g = min(batch * BATCH + i, PER_PART - 1);
+      float2 x = *(const float2*)(scales + g * 8);
+      even[i] = w_scales[g] * x.x, odd[i] = w_scales[g] * x.y;
+    }
+    if (batch + 1 < BATCHES) wgmma_wait<1>();
+    else wgmma_wait<0>();
+#pragma unroll
+    for (int i = 0; i < BATCH; ++i) {
+      if (batch * BATCH + i >= PER_PART) continue;
       float(&sum)[4] = d[batch & 1][i];
       settle(sum);
-      float2 x = *(const float2*)(scales + g * 8);
-      float w = w_scales[g], even = w * x.x, odd = w * x.y;
-      acc[0] = fmaf(sum[0], even, acc[0]);
-      acc[1] = fmaf(sum[1], odd, acc[1]);
-      acc[2] = fmaf(sum[2], even, acc[2]);
-      acc[3] = fmaf(sum[3], odd, acc[3]);
+      acc[0] = fmaf(sum[0], even[i], acc[0]);
+      acc[1] = fmaf(sum[1], odd[i], acc[1]);
+      acc[2] = fmaf(sum[2], even[i], acc[2]);
+      acc[3] = fmaf(sum[3], odd[i], acc[3]);
     }
   }
-  if constexpr (CLUSTER > 1) {  // straight to the blocks that finish the outputs
+  Block end = block_of<FP8>(p, s, first_tile, shared);  // once more, rather than kept in registers
+  if constexpr (CLUSTER > 1) {                          // straight to the blocks that finish the outputs
     u64* inbox = (u64*)(shared + INBOX_AT);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       int its_row = 2 * (lane & 3) + (i & 1), item = its_row * 16 + tile * 4 + (i >> 1) * 2 + (lane >> 4);
-      float* to = (float*)(shared + MAIL_AT) + ((b.rank * WARPGROUPS + part) * SHARE + item % SHARE) * 4;
+      float* to = (float*)(shared + MAIL_AT) + ((end.rank * WARPGROUPS + part) * SHARE + item % SHARE) * 4;
       if (its_row < p.rows) cluster_store(to + (lane >> 2 & 3), item / SHARE, acc[i], inbox);
     }
-    await_mail<FP8>(b, p, p.rows);
+    await_mail<FP8>(end, p, p.rows);
   } else {
     store_accumulators((float*)(shared + SUMS_AT) + part * 8 * STRIDE + tile * 16, STRIDE, acc);
     sync_block();
-    finish_pass<FP8>(b, p, 0);
+    finish_pass<FP8>(end, p, 0);
   }
 }

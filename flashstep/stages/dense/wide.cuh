@@ -33,7 +33,8 @@ template <int KIND, class P> DEVICE void wide_block(const P& p, int s, int first
     barrier_init_fence();
   }
   prepare<KIND>(b, p);
-  int warp = warp_id(), lane = lane_id(), tile = warp % TILES, part = warp / TILES;
+  int warp = shuffle(warp_id(), 0);  // a value that the compiler knows to be the warp's: descriptors stay uniform
+  int lane = lane_id(), tile = warp % TILES, part = warp / TILES;
   int first = part * PER;  // group in the slice
 
   auto x_codes = [&](int which) { return shared + X_AT + which * ROW_TILES * X_TILE; };
@@ -156,22 +157,22 @@ template <int KIND, class P> DEVICE void wide_block(const P& p, int s, int first
       start(0);
 #pragma unroll
       for (int g = 0; g < PER; ++g) {
-        if (g + 1 < PER) {
-          start(g + 1);
-          wgmma_wait<1>();
-        } else {
-          wgmma_wait<0>();
-        }
-        settle(d[g & 1]);
-        float w = w_scales[g];
+        if (g + 1 < PER) start(g + 1);
+        float even[ROW_TILES], odd[ROW_TILES];  // while the products run
 #pragma unroll
         for (int j = 0; j < ROW_TILES; ++j) {
           float2 x = *(const float2*)(scales + (j * SLICE + g) * 8);
-          float even = w * x.x, odd = w * x.y;
-          acc[4 * j] = fmaf(d[g & 1][4 * j], even, acc[4 * j]);
-          acc[4 * j + 1] = fmaf(d[g & 1][4 * j + 1], odd, acc[4 * j + 1]);
-          acc[4 * j + 2] = fmaf(d[g & 1][4 * j + 2], even, acc[4 * j + 2]);
-          acc[4 * j + 3] = fmaf(d[g & 1][4 * j + 3], odd, acc[4 * j + 3]);
+          even[j] = w_scales[g] * x.x, odd[j] = w_scales[g] * x.y;
+        }
+        if (g + 1 < PER) wgmma_wait<1>();
+        else wgmma_wait<0>();
+        settle(d[g & 1]);
+#pragma unroll
+        for (int j = 0; j < ROW_TILES; ++j) {
+          acc[4 * j] = fmaf(d[g & 1][4 * j], even[j], acc[4 * j]);
+          acc[4 * j + 1] = fmaf(d[g & 1][4 * j + 1], odd[j], acc[4 * j + 1]);
+          acc[4 * j + 2] = fmaf(d[g & 1][4 * j + 2], even[j], acc[4 * j + 2]);
+          acc[4 * j + 3] = fmaf(d[g & 1][4 * j + 3], odd[j], acc[4 * j + 3]);
         }
       }
     } else {
