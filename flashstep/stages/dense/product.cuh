@@ -93,11 +93,11 @@ DEVICE constexpr int sums_bytes(int kind) {
   return parts_of(kind) * ROW_TILES * 8 * sums_stride(tiles_per_block(kind)) * 4;
 }
 // Four outputs of a row are an item; a cluster shares the items of its tiles out among its blocks, whole groups of 32
-// outputs to each, and a block has mail for the sums of its share: in a single pass from every part of every block
-// (wgmma) or every block, in more from every block, two passes in turn.
+// outputs to each, and a block has mail for the sums of its share: from every part of every block (wgmma.cuh), or from
+// every block, two passes in turn.
 DEVICE constexpr int items(int tiles) { return ROW_TILES * 8 * tiles * 4; }
 DEVICE constexpr int items_per_block(int tiles) { return (items(tiles) / 8 + CLUSTER - 1) / CLUSTER * 8; }
-DEVICE constexpr int senders_of(int kind) { return PASSES == 1 && by_wgmma(kind) ? CLUSTER * WARPGROUPS : CLUSTER; }
+DEVICE constexpr int senders_of(int kind) { return by_wgmma(kind) ? CLUSTER * WARPGROUPS : CLUSTER; }
 DEVICE constexpr int mail_bytes(int kind) {
   return CLUSTER == 1 ? 0 : (PASSES > 1 ? 2 : 1) * senders_of(kind) * items_per_block(tiles_per_block(kind)) * 16;
 }
@@ -163,15 +163,27 @@ template <class T> DEVICE void pin(T& value) {
 #endif
 }
 
+// Mail announces itself. (A barrier of the cluster would wait for all that has been stored to global memory.)
+DEVICE u64* inbox_of(const Block& b, int pass) { return (u64*)(b.shared + INBOX_AT) + (pass & 1); }
+// The items of a pass that a block combines.
+template <int KIND, class P> DEVICE int items_of(const Block& b, const P& p, int pass) {
+  constexpr int TILES = tiles_per_block(KIND), SHARE = items_per_block(TILES);
+  int rows = min(p.rows - pass * ROW_TILES * 8, ROW_TILES * 8);
+  return min(rows * TILES * 4 - b.rank * SHARE, SHARE);
+}
+template <int KIND, class P> DEVICE void expect_mail(const Block& b, const P& p, int pass) {  // by one thread
+  int mine = items_of<KIND>(b, p, pass);
+  if (mine > 0) barrier_expect(inbox_of(b, pass), mine * senders_of(KIND) * 16);
+}
+
 // First of all, by all threads: the block's mailbox opens, and the cluster's blocks say so to each other.
 template <int KIND, class P> DEVICE void prepare(const Block& b, const P& p) {
-  constexpr int TILES = tiles_per_block(KIND), SHARE = items_per_block(TILES);
-  if (CLUSTER > 1 && PASSES == 1 && threadIdx.x == 0) {
-    u64* inbox = (u64*)(b.shared + INBOX_AT);
-    int mine = min(p.rows * TILES * 4 - b.rank * SHARE, SHARE);  // items
-    barrier_init(inbox, 1);
+  if (CLUSTER > 1 && threadIdx.x == 0) {
+    barrier_init(inbox_of(b, 0), 1);
+    if (PASSES > 1) barrier_init(inbox_of(b, 1), 1);
     barrier_init_fence();
-    if (mine > 0) barrier_expect(inbox, mine * senders_of(KIND) * 16);
+    expect_mail<KIND>(b, p, 0);
+    if (PASSES > 1) expect_mail<KIND>(b, p, 1);
   }
   if (CLUSTER > 1) cluster_arrive();  // before any load is under way, which it would wait for
 }
@@ -227,12 +239,17 @@ template <int KIND, class P> DEVICE void combine(const Block& b, const P& p, con
   }
 }
 
-// In a single pass mail announces itself. Blocks that get none, and warps with nothing to combine, are done.
-template <int KIND, class P> DEVICE void await_mail(const Block& b, const P& p, int rows) {
+// All threads of a block wait for its mail, if any comes: that of a pass says that the pass before is combined
+// everywhere, so that what follows may take the place of what came then. In the last pass, warps with nothing to
+// combine are done.
+template <int KIND, class P> DEVICE void await_mail(const Block& b, const P& p, int pass) {
   constexpr int TILES = tiles_per_block(KIND), SHARE = items_per_block(TILES);
-  if (warp_id() * 32 >= SHARE || b.rank * SHARE >= rows * TILES * 4) return;
-  barrier_wait((u64*)(b.shared + INBOX_AT), 0);
-  combine<KIND>(b, p, (const float4*)(b.shared + MAIL_AT), 0, rows);
+  if (pass == PASSES - 1 && warp_id() * 32 >= SHARE) return;
+  if (items_of<KIND>(b, p, pass) <= 0) return;
+  barrier_wait(inbox_of(b, pass), pass >> 1 & 1);
+  if (pass + 2 < PASSES && threadIdx.x == 0) expect_mail<KIND>(b, p, pass + 2);
+  const float4* mail = (const float4*)(b.shared + MAIL_AT) + (pass & 1) * senders_of(KIND) * SHARE;
+  combine<KIND>(b, p, mail, pass * ROW_TILES * 8, p.rows - pass * ROW_TILES * 8);
 }
 
 // By all threads, behind the barrier that follows the last store into `sums` [part][row][stride]: the outputs of a pass.
@@ -255,18 +272,12 @@ template <int KIND, class P> DEVICE void finish_pass(const Block& b, const P& p,
     }
     if constexpr (CLUSTER == 1) {
       emit(p, b.place, row < rows, first_row + row, b.first_tile * 16 + quad * 4, v);
-    } else if constexpr (PASSES == 1) {
-      if (row < rows) cluster_store(mail + b.rank * SHARE + item % SHARE, item / SHARE, v, (u64*)(b.shared + INBOX_AT));
     } else {
-      *cluster_map(mail + b.rank * SHARE + item % SHARE, item / SHARE) = v;
+      if (row < rows) cluster_store(mail + b.rank * SHARE + item % SHARE, item / SHARE, v, inbox_of(b, pass));
     }
   }
-  if constexpr (CLUSTER > 1 && PASSES == 1) {
-    await_mail<KIND>(b, p, rows);
-  } else if constexpr (CLUSTER > 1) {
-    cluster_sync();
-    combine<KIND>(b, p, mail, first_row, rows);
-  }
+  if (CLUSTER > 1) await_mail<KIND>(b, p, pass);
+  if (PASSES > 2 && (CLUSTER - 1) * SHARE >= ITEMS) cluster_sync();  // a block without mail would run ahead
 }
 
 // ---- by mma.sync ----------------------------------------------------------------------------------------------------

@@ -135,14 +135,14 @@ template <class P> DEVICE void wgmma_block(const P& p, int s, int first_tile, u8
   }
   Block end = block_of<FP8>(p, s, first_tile, shared);  // once more, rather than kept in registers
   if constexpr (CLUSTER > 1) {                          // straight to the blocks that finish the outputs
-    u64* inbox = (u64*)(shared + INBOX_AT);
+    u64* inbox = inbox_of(end, 0);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       int its_row = 2 * (lane & 3) + (i & 1), item = its_row * 16 + tile * 4 + (i >> 1) * 2 + (lane >> 4);
       float* to = (float*)(shared + MAIL_AT) + ((end.rank * WARPGROUPS + part) * SHARE + item % SHARE) * 4;
       if (its_row < p.rows) cluster_store(to + (lane >> 2 & 3), item / SHARE, acc[i], inbox);
     }
-    await_mail<FP8>(end, p, p.rows);
+    await_mail<FP8>(end, p, 0);
   } else {
     store_accumulators((float*)(shared + SUMS_AT) + part * 8 * STRIDE + tile * 16, STRIDE, acc);
     sync_block();

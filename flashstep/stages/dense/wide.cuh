@@ -26,7 +26,7 @@ template <int KIND, class P> DEVICE void wide_block(const P& p, int s, int first
   constexpr int X_SCALES = KIND == FP8 ? ROW_TILES * SLICE : 0;            // of 8 codes
   constexpr int SCALES_PER_THREAD = (X_SCALES + THREADS - 1) / THREADS;
   Block b = block_of<KIND>(p, s, first_tile, shared);
-  u64* full = (u64*)(shared + INBOX_AT) + 1;  // two
+  u64* full = (u64*)(shared + INBOX_AT) + 2;  // two
   if (threadIdx.x == 0) {
     barrier_init(full, 1);
     barrier_init(full + 1, 1);
