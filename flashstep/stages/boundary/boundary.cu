@@ -34,10 +34,15 @@ constexpr int SLOTS = CLUSTER * WORKER_WARPS;  // parts of a sum over a row
 // 64 registers a thread, so that kernels before and behind find room, and 128 where the Engram needs them.
 constexpr int BLOCKS_PER_SM = THREADS <= (ENGRAM ? 256 : 512) ? (ENGRAM ? 512 : 1024) / THREADS : 1;
 
+// Copied rows, whose exchanges need not wait for each other, are normed when the next row's sums are on their way.
+constexpr bool DEFERRED = COPIED && !ENGRAM;
+// Exchanges take turns. A block is at most one ahead of another, or two where it waits for them one later.
+constexpr int TURNS = DEFERRED ? 4 : 2;
+
 struct Coefficients { float pre[HC], post[HC], comb[HC][HC]; };
 struct Shared {
-  alignas(16) float sums[2][ENGRAM ? 3 * HC : 1][SLOTS];  // exchanges take turns
-  alignas(8) u64 arrived[2];                              // what other blocks add to the sums
+  alignas(16) float sums[TURNS][ENGRAM ? 3 * HC : 1][SLOTS];
+  alignas(8) u64 arrived[TURNS];                          // what other blocks add to the sums
   u64 ready[ROWS];                                        // the coefficients of a row
   u64 copied[ROWS];                                       // its copies
   Coefficients coefficients[ROWS];
@@ -132,31 +137,28 @@ DEVICE void mixing(const Boundary& p, int row, Coefficients& to) {
   }
 }
 
-// Sums over the whole row of N values a thread holds: exchange number `turn` of the cluster. Each worker gets all of
-// them; threads without columns pass zeros. A block is at most one exchange ahead of another, so that two suffice, of
-// barriers too. No fence: that would wait for the stores to global memory that go on meanwhile.
-// `meanwhile()` is called while the parts are on their way.
-template <int N, class F> DEVICE void row_sums(float (&values)[N], Shared& s, int turn, int rank, F meanwhile) {
+// Sums over the whole row of N values a thread holds: exchange number `turn` of the cluster. Threads without columns
+// send zeros; each worker gets all sums. No fence: that would wait for the stores to global memory that go on meanwhile.
+template <int N> DEVICE void send_sums(float (&values)[N], Shared& s, int turn, int rank) {
 #pragma unroll
   for (int n = 0; n < N; ++n) values[n] = warp_sum(values[n]);
-  float(*sums)[SLOTS] = s.sums[turn & 1];
+  float(*sums)[SLOTS] = s.sums[turn % TURNS];
   if constexpr (CLUSTER > 1) {
-    u64* arrived = &s.arrived[turn & 1];
+    u64* arrived = &s.arrived[turn % TURNS];
     if (threadIdx.x == 0) barrier_expect(arrived, N * SLOTS * 4);
     if (lane_id() < CLUSTER) {
 #pragma unroll
       for (int n = 0; n < N; ++n) cluster_store(&sums[n][rank * WORKER_WARPS + warp_id()], lane_id(), values[n], arrived);
     }
-    meanwhile();
-    barrier_wait(arrived, (turn >> 1) & 1);
-  } else {  // a launch without clusters has no such stores
-    if (lane_id() == 0) {
+  } else if (lane_id() == 0) {  // a launch without clusters has no such stores
 #pragma unroll
-      for (int n = 0; n < N; ++n) sums[n][warp_id()] = values[n];
-    }
-    meanwhile();
-    sync_some(1, WORKER_WARPS * 32);
+    for (int n = 0; n < N; ++n) sums[n][warp_id()] = values[n];
   }
+}
+template <int N> DEVICE void receive_sums(float (&values)[N], Shared& s, int turn) {
+  float(*sums)[SLOTS] = s.sums[turn % TURNS];
+  if (CLUSTER > 1) barrier_wait(&s.arrived[turn % TURNS], turn / TURNS & 1);
+  else sync_some(1, WORKER_WARPS * 32);
 #pragma unroll
   for (int n = 0; n < N; ++n) {
     if constexpr (SLOTS % 4 == 0) {
@@ -218,7 +220,7 @@ DEVICE uint2 add_slabs(const Slabs& slabs) {
 KERNEL(boundary, Boundary, THREADS, BLOCKS_PER_SM) {
   Shared& s = *(Shared*)shared_memory();
   launch_dependents();
-  if (threadIdx.x < 2) barrier_init(&s.arrived[threadIdx.x], 1);
+  if (threadIdx.x < TURNS) barrier_init(&s.arrived[threadIdx.x], 1);
   if (threadIdx.x < ROWS) {
     barrier_init(&s.ready[threadIdx.x], 1);
     barrier_init(&s.copied[threadIdx.x], 1);
@@ -272,6 +274,27 @@ KERNEL(boundary, Boundary, THREADS, BLOCKS_PER_SM) {
     });
     if (!MIXES_EARLY) copy_slabs();
   }
+
+  struct Unfinished {  // a row whose squares are on their way
+    int row, turn;
+    Four x[PIECES];      // times the weights of the norm
+    float amax[PIECES];  // of a group of those: what follows, a factor and rounding, changes no order
+  } unfinished;
+  auto finish = [&](Unfinished& u) {
+    float squares[1];
+    receive_sums(squares, s, u.turn);
+    float inverse = rsqrtf(squares[0] * (1.0f / HIDDEN) + NORM_EPS);
+#pragma unroll
+    for (int c = 0; c < PIECES; ++c) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) u.x[c].v[e] *= inverse;
+      uint2 rounded = pack(u.x[c]);
+      if (works && p.x_bf16) *(uint2*)((u8*)p.x_bf16 + fragment_offset(u.row, column[c] * 2, HIDDEN / 8)) = rounded;
+      if (p.x_codes)
+        store_fp8(p.x_codes, p.x_scales, u.row, works ? column[c] : -1, HIDDEN, unpack(rounded),
+                  round_bf16(u.amax[c] * inverse));
+    }
+  };
 
 #pragma unroll 1
   for (int m = 0, row = first_row, turn = 0; row < p.rows; ++m, row += clusters) {
@@ -393,7 +416,8 @@ KERNEL(boundary, Boundary, THREADS, BLOCKS_PER_SM) {
               sums[3 * j + 2] = fmaf(key.v[e], key.v[e], sums[3 * j + 2]);
             }
         }
-      row_sums(sums, s, turn++, rank, [] {});
+      send_sums(sums, s, turn, rank);
+      receive_sums(sums, s, turn++);
 #pragma unroll
       for (int j = 0; j < HC; ++j) {
         // Two roots, not one of the product: the product of two tiny means leaves float32.
@@ -460,25 +484,17 @@ KERNEL(boundary, Boundary, THREADS, BLOCKS_PER_SM) {
         for (int e = 0; e < 4; ++e) squares[0] = fmaf(x[c].v[e], x[c].v[e], squares[0]);
       }
     }
-    float amax[PIECES];  // of what is still to be multiplied by the row's norm and rounded: neither changes an order
-    row_sums(squares, s, turn++, rank, [&] {
-#pragma unroll
-      for (int c = 0; c < PIECES; ++c) {
-        Four w = unpack(norm[c]);
-#pragma unroll
-        for (int e = 0; e < 4; ++e) x[c].v[e] *= w.v[e];
-        amax[c] = p.x_codes ? group_max(x[c]) : 0.0f;
-      }
-    });
-    float inverse = rsqrtf(squares[0] * (1.0f / HIDDEN) + NORM_EPS);
+    send_sums(squares, s, turn, rank);
+    if (DEFERRED && m > 0) finish(unfinished);
+    unfinished.row = row, unfinished.turn = turn++;
 #pragma unroll
     for (int c = 0; c < PIECES; ++c) {
+      Four w = unpack(norm[c]);
 #pragma unroll
-      for (int e = 0; e < 4; ++e) x[c].v[e] *= inverse;
-      uint2 rounded = pack(x[c]);
-      if (works && p.x_bf16) *(uint2*)((u8*)p.x_bf16 + fragment_offset(row, column[c] * 2, HIDDEN / 8)) = rounded;
-      if (p.x_codes)
-        store_fp8(p.x_codes, p.x_scales, row, works ? column[c] : -1, HIDDEN, unpack(rounded), round_bf16(amax[c] * inverse));
+      for (int e = 0; e < 4; ++e) unfinished.x[c].v[e] = x[c].v[e] * w.v[e];
+      unfinished.amax[c] = p.x_codes ? group_max(unfinished.x[c]) : 0.0f;
     }
+    if (!DEFERRED) finish(unfinished);
   }
+  if (DEFERRED && p.norm_weight) finish(unfinished);
 }
