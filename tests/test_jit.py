@@ -645,6 +645,91 @@ def test_wgmma(run, device):
         assert ((d[k].double() - x @ y.T).abs() <= 2**-9 * (x.abs() @ y.abs().T)).all()  # 13 bits per addend
 
 
+program(
+    "wide wgmma",
+    "const u8* a, const u8* b, float* d",
+    """
+#ifdef HAS_WGMMA
+  // a: [2 of K][4 warps][32 lanes][16 B]; b: [TILES of 8 rows][2 of K][256 B]; d: [64][8 TILES]
+  int l = lane_id(), w = warp_id(), r = l >> 2, q = l & 3;
+  for (int i = threadIdx.x; i < TILES * 32; i += 128) ((uint4*)shared_memory())[i] = ((const uint4*)p.b)[i];
+  fence_async();
+  sync_block();
+  float d[4 * TILES];
+  uint4 a[2];
+  for (int k = 0; k < 2; k++) a[k] = ((const uint4*)p.a)[(k * 4 + w) * 32 + l];
+  for (int i = 0; i < 4 * TILES; i++) d[i] = 1.0f;
+  u64 b = wgmma_descriptor(shared_memory(), 512);
+  wgmma_begin();
+#pragma unroll
+  for (int k = 0; k < 2; k++) {
+    if constexpr (BRAIN) wgmma_bf16(d, a[k].x, a[k].y, a[k].z, a[k].w, wgmma_further(b, 256 * k));
+    else wgmma_e4m3(d, a[1].x, a[1].y, a[1].z, a[1].w, wgmma_further(b, 256));
+  }
+  wgmma_commit();
+  wgmma_wait<0>();
+  for (int t = 0; t < TILES; t++)
+    for (int i = 0; i < 4; i++)
+      p.d[(w * 16 + r + 8 * (i >> 1)) * 8 * TILES + 8 * t + 2 * q + (i & 1)] = d[4 * t + i];
+#endif
+""",
+)
+
+
+@pytest.mark.parametrize("tiles", [1, 2, 3, 4, 5, 6])
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.bfloat16])
+def test_wide_wgmma(run, device, dtype, tiles):
+    """e4m3 overwrites, bf16 adds to what was there and to the product before."""
+    if device.type == "cuda" and torch.cuda.get_device_capability(device)[0] != 9:
+        pytest.skip("wgmma exists on SM90 only")
+    columns = 32 // dtype.itemsize  # of a product
+    a, b = (torch.randn(n, 2 * columns).to(dtype) for n in (64, 8 * tiles))
+    # A lane's register: rows r, r + 8 and then the other half of K; columns q of four.
+    lanes = a.view(4, 2, 8, 2, 2, 4, 4 // dtype.itemsize).permute(3, 0, 2, 5, 4, 1, 6).contiguous().view(torch.uint8)
+    pieces = b.view(tiles, 8, 2, 2, 16 // dtype.itemsize).permute(0, 2, 3, 1, 4).contiguous().view(torch.uint8)
+    d = torch.full((64, 8 * tiles), NAN)
+    constants = {"TILES": tiles, "BRAIN": dtype == torch.bfloat16}
+    run("wide wgmma", block=128, shared=512 * tiles, constants=constants, a=lanes.flatten(), b=pieces.flatten(), d=d)
+    x, y = a.double(), b.double()
+    if dtype == torch.bfloat16:
+        assert ((d.double() - 1 - x @ y.T).abs() <= 2**-20 * (1 + x.abs() @ y.abs().T)).all()
+    else:
+        x, y = x[:, columns:], y[:, columns:]
+        assert ((d.double() - x @ y.T).abs() <= 2**-9 * (x.abs() @ y.abs().T)).all()  # 13 bits per addend
+
+
+program(
+    "cluster stores",
+    "float* out",
+    """
+  // Every thread of both blocks sends four floats to the same place in the other block.
+  u64* b = (u64*)shared_memory();
+  float4* mail = (float4*)(shared_memory() + 16);
+  int t = threadIdx.x, rank = cluster_rank();
+  if (t == 0) {
+    barrier_init(b, 1);
+    barrier_init_fence();
+    barrier_expect(b, 20 * 64);
+  }
+  cluster_sync();
+  cluster_store(mail + t, 1 - rank, make_float4(rank, t, rank + t, 1.0f), b);
+  cluster_store((float*)(mail + 64) + t, 1 - rank, (float)(100 * rank + t), b);
+  barrier_wait(b, 0);
+  float4 v = mail[t];
+  float* to = p.out + (rank * 64 + t) * 5;
+  to[0] = v.x, to[1] = v.y, to[2] = v.z, to[3] = v.w, to[4] = ((float*)(mail + 64))[t];
+""",
+)
+
+
+def test_cluster_stores(run):
+    out = torch.full((2, 64, 5), NAN)
+    run("cluster stores", grid=2, block=64, cluster=2, shared=16 + 64 * 20, out=out)
+    other, t = torch.tensor([1.0, 0.0]).unsqueeze(1), torch.arange(64.0)
+    expected = torch.stack(torch.broadcast_tensors(other, t, other + t, torch.ones(1), 100 * other + t), -1)
+    assert torch.equal(out, expected)
+
+
 # ---- conversions ----------------------------------------------------------------------------------------------------
 
 program(

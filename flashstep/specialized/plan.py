@@ -410,6 +410,10 @@ class Plan:
             begin + width,
         )
 
+    def _low_squares(self, rows: int) -> Tensor:
+        """Of the query latents in `_low_rows`: sums of squares of every 32, for their norm."""
+        return self._take("low squares", rows, -(-self.config.q_lora_rank // 128) * 4, dtype=torch.float32)
+
     def _low_rows(self, rows: int) -> Tensor:
         return self._take("low", rows, self.config.q_lora_rank + self.config.head_dim)
 
@@ -434,7 +438,7 @@ class Plan:
         config, count = self.config, rows.count
         x, low = self._fp8("x", count, config.hidden_size), self._low_rows(count)
         segments = [
-            Segment(block.wq_a, x, Rows(low, 0)),
+            Segment(block.wq_a, x, Rows(low, 0, self._low_squares(count))),
             Segment(block.wkv, x, Rows(low, config.q_lora_rank)),
             *further,
         ]
@@ -496,7 +500,7 @@ class Plan:
         config, count = self.config, rows.count
         low = self._low_rows(count)
         scratch = self._fp8("q_r", count, config.q_lora_rank)
-        x = Latent(low, block.q_norm, config.rms_norm_eps, scratch)
+        x = Latent(low, block.q_norm, config.rms_norm_eps, self._low_squares(count), scratch)
         q = self._take("q", count, self.weights.heads * config.head_dim)
         segments = [Segment(block.wq_b, x, Rows(q))]
         segments += [Segment(weight, x, Rows(out)) for weight, out in further]
