@@ -414,6 +414,7 @@ _NVRTC_OPTIONS = (
     "-lineinfo",
     "--ptxas-options=-v",
     "--diag-suppress=177",  # constants that a source does not use
+    "--no-cache",  # from its own cache NVRTC gives a binary without the report
 )
 _ENTRY = re.compile(r"Compiling entry function '(\w+)'")
 _SPILLS = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
@@ -431,10 +432,16 @@ class Resources:
 
 @dataclass(frozen=True)
 class Binary:
-    """A cubin, and the resources of its kernels."""
+    """A cubin, and what the compiler reported of its kernels."""
 
     code: bytes
-    resources: dict[str, Resources]
+    reported: dict[str, Resources]
+
+    def resources(self, kernel: str) -> Resources:
+        """What `kernel` takes. LookupError where the compiler did not say."""
+        if kernel not in self.reported:
+            raise LookupError(f"the compiler reported no resources of {kernel}, but of {sorted(self.reported)}")
+        return self.reported[kernel]
 
 
 def _nvrtc() -> Any:
@@ -537,7 +544,7 @@ def _gpu_module(source: Source, constants: Mapping[str, Constant], device: torch
             ):
                 _check(driver, driver.cuFuncSetAttribute(function, attribute, value), f"{source.path.name}: {name}")
             functions[name] = function
-    return GpuModule(source, device, functions, binary.resources, driver, context)
+    return GpuModule(source, device, functions, driver, context)
 
 
 # ---- launches -------------------------------------------------------------------------------------------------------
@@ -685,20 +692,18 @@ class PreparedLaunch:
 
 
 class GpuModule(Module):
-    """Kernels on a GPU. `resources`: registers, stack and spilled bytes of each."""
+    """Kernels on a GPU."""
 
     def __init__(
         self,
         source: Source,
         device: torch.device,
         functions: Mapping[str, Any],
-        resources: Mapping[str, Resources],
         driver: Any,
         context: Any,
     ) -> None:
         super().__init__(source, device)
         self._context = context
-        self.resources = dict(resources)
         self._functions = functions
         self._driver = driver
 
