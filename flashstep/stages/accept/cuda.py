@@ -1,8 +1,9 @@
 """Decoding slots on the device, and the launches that verify drafts, draw tokens and report them, without the host.
 
 Owns the state of the slots (`SlotState`), the buffers between the kernels (`Workspace`), the records that the host
-polls (`Ring`) and the launches of `slots.cu` and `accept.cu`. A step is `begin`, the backbone and head (others), then
-`accept`, `commit`, and the draft (`stages/head/cuda.py` chooses its tokens). `reference.py` says what is computed.
+polls (`Ring`) and the launches of `slots.cu`, `accept.cu` and `filter.cu`. A step is `begin`, the backbone and head
+(others), then `accept`, `commit`, and the draft (`stages/head/cuda.py` chooses its tokens). `reference.py` says what is
+computed.
 
 Served are temperature, top-k, top-p, min-p and every acceptance rule, side by side in a batch. Penalties, logit bias
 and grammars are not; such requests take the host's path.
@@ -26,6 +27,10 @@ THREADS = 256
 CLUSTER = 8  # blocks of a row of logits
 RACE_BLOCKS = 32  # blocks that draw one token: a record for each lane of a warp
 RULE_CODES: dict[Rule, int] = {rule: code for code, rule in enumerate(RULES)}
+LEVELS = 8  # of the search for where top-k and top-p end: enough for any logits (`filter.cu`)
+_BINS = 256  # of a histogram of that search
+_SEARCH_WORDS = 16
+FILTER_SHARED = 2 * 3 * _BINS * 4 + 512  # bytes: histograms of three words a bin for both searches, and small change
 SMALL_SHARED = 256  # bytes of shared memory of the kernels that keep no logits there
 RECORD_HEADER = 6  # words: step, slot, count, accepted, drafted, failed
 MAX_PEERS = 8
@@ -35,8 +40,6 @@ _SLOTS = [
     ("num_drafts", "const i32*"),
     ("seed", "const u64*"),
     ("temperature", "const float*"),
-    ("top_k", "const i32*"),
-    ("top_p", "const float*"),
     ("min_p", "const float*"),
     ("rule", "const i32*"),
     ("synthetic_words", "const i64*"),
@@ -67,6 +70,28 @@ ACCEPT = jit.Source(
     {"weigh": _ACCEPT, "excess": _ACCEPT, "race": _ACCEPT},
     hot=("weigh", "excess", "race"),
 )
+_FILTER = jit.Params(
+    "Filter",
+    [
+        ("temperature", "const float*"),
+        ("top_k", "const i32*"),
+        ("top_p", "const float*"),
+        ("min_p", "const float*"),
+        ("row_token", "const i32*"),
+        ("row_slot", "const i32*"),
+        ("logits", "const float*"),
+        ("rows", "const u32*"),
+        ("rows_out", "u32*[8]"),
+        ("histograms", "const u32*"),
+        ("histograms_out", "u32*[8]"),
+        ("searches", "u32*"),
+        ("level", "int"),
+        ("first_token", "int"),
+        ("num_rows", "int"),
+        ("rows_per_request", "int"),
+    ],
+)
+FILTER = jit.Source("stages/accept/filter.cu", {"narrow": _FILTER, "settle": _FILTER}, hot=("narrow", "settle"))
 SLOTS = jit.Source(
     "stages/accept/slots.cu",
     {
@@ -267,19 +292,27 @@ class Workspace:
     rows: Tensor  # [world, R, 8] i32
     excess: Tensor  # [world, places, block] f32
     races: Tensor  # [world, places, RACE_BLOCKS, 4] i32
+    histograms: Tensor  # [world, 2, R, 2, bins, 4] i32; R = 0 without filters
+    searches: Tensor  # [R, 2, words] i32: this rank's own; R = 0 without filters
     decisions: Tensor  # [places, 4] i32: accepted, token (greedy), failed, drafts
 
     @classmethod
-    def allocate(cls, places: int, rows_per_request: int, block: int, world: int, device: torch.device) -> Workspace:
-        """Buffers of a bucket."""
+    def allocate(
+        cls, places: int, rows_per_request: int, block: int, world: int, device: torch.device, *, filters: bool = True
+    ) -> Workspace:
+        """Buffers of a bucket; filters: as of `accept`."""
 
         def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
 
+        rows = places * rows_per_request
+        filtered = rows if filters else 0
         return cls(
-            rows=zeros(world, places * rows_per_request, 8),
+            rows=zeros(world, rows, 8),
             excess=zeros(world, places, block, dtype=torch.float32),
             races=zeros(world, places, RACE_BLOCKS, 4),
+            histograms=zeros(world, 2, filtered, 2, _BINS, 4),
+            searches=zeros(filtered, 2, _SEARCH_WORDS),
             decisions=zeros(places, 4),
         )
 
@@ -333,7 +366,7 @@ def record_words(block: int) -> int:
 
 
 def constants(vocab_local: int, block: int, world: int) -> dict[str, jit.Constant]:
-    """What `accept.cu` is compiled with. Raises ValueError for a vocabulary that does not divide."""
+    """What `accept.cu` and `filter.cu` are compiled with. Raises ValueError for a vocabulary that does not divide."""
     if vocab_local % 16:
         raise ValueError(f"a vocabulary shard of {vocab_local} tokens: expected a multiple of 16")
     if not 1 <= world <= MAX_PEERS:
@@ -345,18 +378,24 @@ def constants(vocab_local: int, block: int, world: int) -> dict[str, jit.Constan
         "CLUSTER": CLUSTER,
         "RACE_BLOCKS": RACE_BLOCKS,
         "WEIGH_SHARED": _weigh_shared(vocab_local),
+        "FILTER_SHARED": FILTER_SHARED,
         "SMALL_SHARED": SMALL_SHARED,
     }
 
 
 def _weigh_shared(vocab_local: int) -> int:
-    """Bytes: a block's part of a row, two histograms of 256 bins of three words, and small change."""
-    return -(-(vocab_local // 4) // CLUSTER) * 16 + 6 * 256 * 4 + 512
+    """Bytes: a block's part of a row, and small change."""
+    return -(-(vocab_local // 4) // CLUSTER) * 16 + 256
 
 
 @functools.cache
 def _accept_module(device: torch.device, vocab_local: int, block: int, world: int) -> jit.Module:
     return ACCEPT.build(device, **constants(vocab_local, block, world))
+
+
+@functools.cache
+def _filter_module(device: torch.device, vocab_local: int, world: int) -> jit.Module:
+    return FILTER.build(device, **constants(vocab_local, 1, world))
 
 
 @functools.cache
@@ -398,16 +437,17 @@ def accept(
     rank: int = 0,
     peers: Sequence[Workspace] = (),
     block_rule: bool,
+    filters: bool = True,
 ) -> list[jit.Launch]:
     """Decide over the drafts of every request and race for its new token.
 
     logits: [R, vocab_local] f32 of this rank's shard, tokens rank * vocab_local on; the world is that of `work`.
     peers: every rank's workspace, in order; records go to slab `rank` of each. Empty: this one alone (world 1), or,
     in a larger world, looped back into every slab. All ranks' records must have arrived before the next launch.
-    block_rule: whether a slot may ask for block verification, which takes one launch more.
+    block_rule: whether a slot may ask for block verification, which takes one launch more. filters: whether one may
+    ask for top-k, top-p or min-p, which takes LEVELS + 1 more, and a workspace for them.
 
-    Requests with non-finite logits are marked failed. Top-k and top-p need a world of 1 to be exact.
-    Raises ValueError for shapes.
+    Requests with non-finite logits are marked failed. Raises ValueError for shapes.
     """
     vocab, world = state.vocab_local, work.rows.shape[0]
     if logits.shape != (batch.row_slot.shape[0], vocab) or work.rows.shape[1] != logits.shape[0]:
@@ -415,6 +455,8 @@ def accept(
             f"logits: found {list(logits.shape)}, workspace of {work.rows.shape[1]} rows, "
             f"wanted {[batch.row_slot.shape[0], vocab]}"
         )
+    if filters and not work.searches.numel():
+        raise ValueError("filters: the workspace was allocated without")
     module = _accept_module(logits.device, vocab, state.block, world)
 
     def slabs(name: str) -> list[Tensor]:
@@ -449,6 +491,8 @@ def accept(
             **fields,
         )
     ]
+    if filters:
+        launches += _filters(state, batch, work, logits, rank, slabs("rows"), slabs("histograms"))
     if block_rule and state.block > 1:
         grid = batch.places * (state.block - 1) * CLUSTER
         launches.append(
@@ -458,6 +502,49 @@ def accept(
         )
     grid = batch.places * RACE_BLOCKS
     launches.append(module.launch("race", grid=grid, block=THREADS, shared=SMALL_SHARED, stage="accept", **fields))
+    return launches
+
+
+def _filters(
+    state: SlotState,
+    batch: Batch,
+    work: Workspace,
+    logits: Tensor,
+    rank: int,
+    rows_out: list[Tensor],
+    histograms_out: list[Tensor],
+) -> list[jit.Launch]:
+    """Between `weigh` and what reads its records: what each row keeps."""
+    vocab, world = state.vocab_local, work.rows.shape[0]
+    module = _filter_module(logits.device, vocab, world)
+    launches = []
+    for level in range(LEVELS + 1):
+        launches.append(
+            module.launch(
+                "narrow" if level < LEVELS else "settle",
+                grid=logits.shape[0] * CLUSTER,
+                block=THREADS,
+                cluster=CLUSTER,
+                shared=FILTER_SHARED,
+                stage="accept",
+                temperature=state.temperature,
+                top_k=state.top_k,
+                top_p=state.top_p,
+                min_p=state.min_p,
+                row_token=batch.row_token,
+                row_slot=batch.row_slot,
+                logits=logits,
+                rows=work.rows,
+                rows_out=rows_out,
+                histograms=work.histograms,
+                histograms_out=histograms_out,
+                searches=work.searches,
+                level=level,
+                first_token=rank * vocab,
+                num_rows=logits.shape[0],
+                rows_per_request=batch.rows_per_request,
+            )
+        )
     return launches
 
 
@@ -507,5 +594,7 @@ RELEASED = constants(vocab_local=32320, block=5, world=1)
 
 SOURCES: list[tuple[jit.Source, dict[str, jit.Constant]]] = [
     (ACCEPT, RELEASED),
+    (FILTER, RELEASED),
+    (FILTER, constants(vocab_local=32320, block=5, world=4)),
     (SLOTS, {"BLOCK": 5, "WORLD": 1, "RACE_BLOCKS": RACE_BLOCKS, "RECORD_WORDS": record_words(5)}),
 ]
