@@ -9,12 +9,12 @@
 // - races [WORLD][places][RACE_BLOCKS][4 words] of `race`: the best of the residual, and the best of p.
 // Readers merge the slabs in order, so all ranks decide alike.
 //
-// Compiled with VOCAB (of the shard), BLOCK (drafts a request may bring), WORLD, CLUSTER (blocks of a row), RACE_BLOCKS,
-// WEIGH_SHARED and SMALL_SHARED (bytes).
+// Compiled with VOCAB (of the shard), BLOCK (drafts a request may bring), WORLD, CLUSTER (blocks of a row), RACE_BLOCKS
+// and SMALL_SHARED (bytes).
 #include "accept/rows.cuh"
 
 constexpr int STANDARD = 0, BLOCK_RULE = 1, SYNTHETIC = 2;  // cuda.RULE_CODES
-static_assert(BLOCK < 32 && CLUSTER <= 32 && RACE_BLOCKS == 32, "lanes hold rows, parts and races");
+static_assert(BLOCK < 32, "lanes hold rows");
 
 constexpr int RACE_CHUNK = part_of(RACE_BLOCKS);
 
@@ -26,18 +26,16 @@ struct Part {  // of a row: what one block of the cluster saw
   u32 bad;
 };
 
-struct WeighShared {
-  float logits[CHUNK];
-  float warp_value[WARPS];
-  i32 warp_id[WARPS];
-  u32 warp_bad[WARPS];
-  Part part;
-};
-static_assert(sizeof(WeighShared) <= WEIGH_SHARED, "cuda.py reserves too little");
-
 // A cluster per row: maximum and its token, sum of exponentials, the draft's logit.
-KERNEL(weigh, Accept, THREADS, 2) {
-  WeighShared& s = *(WeighShared*)shared_memory();
+KERNEL(weigh, Accept, THREADS, 4) {
+  struct Shared {
+    float value[WARPS];
+    i32 id[WARPS];
+    u32 bad[WARPS];
+    Part part;
+  };
+  static_assert(sizeof(Shared) <= SMALL_SHARED, "cuda.py reserves too little");
+  Shared& s = *(Shared*)shared_memory();
   launch_dependents();
   wait_for_dependencies();
   int row = blockIdx.x / CLUSTER, rank = cluster_rank(), i = row % p.rows_per_request;
@@ -53,40 +51,58 @@ KERNEL(weigh, Accept, THREADS, 2) {
   i32 first_id = p.first_token + begin;
   const float* logits = p.logits + (i64)row * VOCAB + begin;
 
-  float best = negative_infinity();
+  constexpr int AHEAD = 4, STRIDE = 4 * THREADS;
+  uint4 ahead[AHEAD];
+  auto fetch = [&](int base) {
+#pragma unroll
+    for (int k = 0; k < AHEAD; k++) {
+      int at = base + 4 * threadIdx.x + k * STRIDE;
+      if (at < size) ahead[k] = load_l2((const uint4*)(logits + at));
+    }
+  };
+  fetch(0);
+  float drafted = negative_infinity();
+  if (threadIdx.x == 0 && draft >= first_id && draft - first_id < size) drafted = load_l2(logits + draft - first_id);
+  if (slot < 0) return;  // with the whole cluster
+  float temperature = load_l2(p.temperature + slot), inverse = inverse_of(temperature);
+
+  float best = negative_infinity(), sum = 0;  // the sum is relative to the thread's best so far
   i32 best_id = NO_ID;
   bool bad = false;
-  for (int at = 4 * threadIdx.x; at < size; at += 4 * THREADS) {
-    uint4 bits = load_l2((const uint4*)(logits + at));
-    float x[4] = {as_float(bits.x), as_float(bits.y), as_float(bits.z), as_float(bits.w)};
+  for (int base = 0; base < size; base += AHEAD * STRIDE) {
+    uint4 now[AHEAD];
 #pragma unroll
-    for (int j = 0; j < 4; j++) {
-      s.logits[at + j] = x[j];
-      bad |= !is_finite(x[j]);
-      if (x[j] > best) best = x[j], best_id = first_id + at + j;
+    for (int k = 0; k < AHEAD; k++) now[k] = ahead[k];
+    fetch(base + AHEAD * STRIDE);
+#pragma unroll
+    for (int k = 0; k < AHEAD; k++) {
+      int at = base + 4 * threadIdx.x + k * STRIDE;
+      if (at >= size) break;
+      float x[4] = {as_float(now[k].x), as_float(now[k].y), as_float(now[k].z), as_float(now[k].w)}, before = best;
+#pragma unroll
+      for (int j = 0; j < 4; j++) {
+        bad |= !is_finite(x[j]);
+        if (x[j] > best) best = x[j], best_id = first_id + at + j;
+      }
+      if (temperature > 0) {
+        if (best > before) sum *= softmax_weight(before, best, inverse);
+#pragma unroll
+        for (int j = 0; j < 4; j++) sum += softmax_weight(x[j], best, inverse);
+      }
     }
   }
-  if (slot < 0) return;  // with the whole cluster
-  float temperature = load_l2(p.temperature + slot);
+  float own_best = best;
   warp_best(best, best_id);
   bad = ballot(bad);
-  if (lane_id() == 0) s.warp_value[warp_id()] = best, s.warp_id[warp_id()] = best_id, s.warp_bad[warp_id()] = bad;
+  if (lane_id() == 0) s.value[warp_id()] = best, s.id[warp_id()] = best_id, s.bad[warp_id()] = bad;
   sync_block();
+#pragma unroll
   for (int w = 0; w < WARPS; w++) {
-    if (beats(s.warp_value[w], s.warp_id[w], best, best_id)) best = s.warp_value[w], best_id = s.warp_id[w];
-    bad |= s.warp_bad[w] != 0;
+    if (beats(s.value[w], s.id[w], best, best_id)) best = s.value[w], best_id = s.id[w];
+    bad |= s.bad[w] != 0;
   }
-
-  float inverse = inverse_of(temperature), sum = 0;
-  if (temperature > 0) {
-    for (int at = threadIdx.x; at < size; at += THREADS) sum += softmax_weight(s.logits[at], best, inverse);
-    sum = block_sum(s.warp_value, sum);
-  }
-  if (threadIdx.x == 0) {
-    i32 at = draft - first_id;
-    bool here = draft >= 0 && at >= 0 && at < size;
-    s.part = Part{best, sum, here ? s.logits[at] : negative_infinity(), best_id, bad};
-  }
+  if (temperature > 0) sum = block_sum(s.value, sum > 0 ? sum * softmax_weight(own_best, best, inverse) : 0.0f);
+  if (threadIdx.x == 0) s.part = Part{best, sum, drafted, best_id, bad};
   cluster_sync();
   if (rank == 0 && threadIdx.x == 0) {
     Part whole = s.part;

@@ -24,12 +24,14 @@ from flashstep.params import SamplingParams
 from flashstep.settings import RULES, Rule
 
 THREADS = 256
-CLUSTER = 8  # blocks of a row of logits
-RACE_BLOCKS = 32  # blocks that draw one token: a record for each lane of a warp
+_RESIDENT = 264  # blocks that are enough to keep the multiprocessors busy
+_MOST_CLUSTER = 8  # blocks of a row of logits
+_MOST_TOKENS = 1 << 14  # of a block: what the masses of a histogram have room for (`filter.cu`)
+_MOST_RACE_BLOCKS = 32  # blocks that draw one token: a record for each lane of a warp
 RULE_CODES: dict[Rule, int] = {rule: code for code, rule in enumerate(RULES)}
 LEVELS = 8  # of the search for where top-k and top-p end: enough for any logits (`filter.cu`)
 _BINS = 256  # of a histogram of that search
-_SEARCH_WORDS = 16
+_PROGRESS_WORDS = 34  # of a row between the launches of that search
 FILTER_SHARED = 2 * 3 * _BINS * 4 + 512  # bytes: histograms of three words a bin for both searches, and small change
 SMALL_SHARED = 256  # bytes of shared memory of the kernels that keep no logits there
 RECORD_HEADER = 6  # words: step, slot, count, accepted, drafted, failed
@@ -84,7 +86,7 @@ _FILTER = jit.Params(
         ("rows_out", "u32*[8]"),
         ("histograms", "const u32*"),
         ("histograms_out", "u32*[8]"),
-        ("searches", "u32*"),
+        ("progress", "u32*"),
         ("level", "int"),
         ("first_token", "int"),
         ("num_rows", "int"),
@@ -291,9 +293,9 @@ class Workspace:
 
     rows: Tensor  # [world, R, 8] i32
     excess: Tensor  # [world, places, block] f32
-    races: Tensor  # [world, places, RACE_BLOCKS, 4] i32
+    races: Tensor  # [world, places, blocks of a race, 4] i32
     histograms: Tensor  # [world, 2, R, 2, bins, 4] i32; R = 0 without filters
-    searches: Tensor  # [R, 2, words] i32: this rank's own; R = 0 without filters
+    progress: Tensor  # [R, words] i32: of this rank's search; R = 0 without filters
     decisions: Tensor  # [places, 4] i32: accepted, token (greedy), failed, drafts
 
     @classmethod
@@ -310,9 +312,9 @@ class Workspace:
         return cls(
             rows=zeros(world, rows, 8),
             excess=zeros(world, places, block, dtype=torch.float32),
-            races=zeros(world, places, RACE_BLOCKS, 4),
+            races=zeros(world, places, race_blocks_of(places), 4),
             histograms=zeros(world, 2, filtered, 2, _BINS, 4),
-            searches=zeros(filtered, 2, _SEARCH_WORDS),
+            progress=zeros(filtered, _PROGRESS_WORDS),
             decisions=zeros(places, 4),
         )
 
@@ -365,7 +367,18 @@ def record_words(block: int) -> int:
 # ---- launches -------------------------------------------------------------------------------------------------------
 
 
-def constants(vocab_local: int, block: int, world: int) -> dict[str, jit.Constant]:
+def cluster_of(rows: int, vocab_local: int) -> int:
+    """Blocks of a row of logits: as few as keep the device busy, for each waits for the same chain of loads."""
+    least = next(size for size in (2, 4, 8, 16) if vocab_local < size * _MOST_TOKENS)
+    return max(least, min(_MOST_CLUSTER, 1 << max(0, -(-_RESIDENT // rows) - 1).bit_length()))
+
+
+def race_blocks_of(places: int) -> int:
+    """Blocks that draw the token of a request."""
+    return _MOST_RACE_BLOCKS if places <= _RESIDENT // _MOST_RACE_BLOCKS else _MOST_RACE_BLOCKS // 2
+
+
+def constants(vocab_local: int, block: int, world: int, *, rows: int, places: int) -> dict[str, jit.Constant]:
     """What `accept.cu` and `filter.cu` are compiled with. Raises ValueError for a vocabulary that does not divide."""
     if vocab_local % 16:
         raise ValueError(f"a vocabulary shard of {vocab_local} tokens: expected a multiple of 16")
@@ -375,37 +388,30 @@ def constants(vocab_local: int, block: int, world: int) -> dict[str, jit.Constan
         "VOCAB": vocab_local,
         "BLOCK": block,
         "WORLD": world,
-        "CLUSTER": CLUSTER,
-        "RACE_BLOCKS": RACE_BLOCKS,
-        "WEIGH_SHARED": _weigh_shared(vocab_local),
+        "CLUSTER": cluster_of(rows, vocab_local),
+        "RACE_BLOCKS": race_blocks_of(places),
         "FILTER_SHARED": FILTER_SHARED,
         "SMALL_SHARED": SMALL_SHARED,
     }
 
 
-def _weigh_shared(vocab_local: int) -> int:
-    """Bytes: a block's part of a row, and small change."""
-    return -(-(vocab_local // 4) // CLUSTER) * 16 + 256
-
-
 @functools.cache
-def _accept_module(device: torch.device, vocab_local: int, block: int, world: int) -> jit.Module:
-    return ACCEPT.build(device, **constants(vocab_local, block, world))
+def _module(source: jit.Source, device: torch.device, **constants: jit.Constant) -> jit.Module:
+    return source.build(device, **constants)
 
 
-@functools.cache
-def _filter_module(device: torch.device, vocab_local: int, world: int) -> jit.Module:
-    return FILTER.build(device, **constants(vocab_local, 1, world))
+def _slots_module(device: torch.device, block: int, world: int, places: int) -> jit.Module:
+    return _module(SLOTS, device, **_slot_constants(block, world, places))
 
 
-@functools.cache
-def _slots_module(device: torch.device, block: int, world: int) -> jit.Module:
-    return SLOTS.build(device, BLOCK=block, WORLD=world, RACE_BLOCKS=RACE_BLOCKS, RECORD_WORDS=record_words(block))
+def _slot_constants(block: int, world: int, places: int) -> dict[str, jit.Constant]:
+    race_blocks, words = race_blocks_of(places), record_words(block)
+    return {"BLOCK": block, "WORLD": world, "RACE_BLOCKS": race_blocks, "RECORD_WORDS": words}
 
 
 def begin(state: SlotState, batch: Batch, *, max_model_len: int) -> list[jit.Launch]:
     """Count the step and lay out the rows of `batch`."""
-    module = _slots_module(state.step.device, state.block, 1)
+    module = _slots_module(state.step.device, state.block, 1, batch.places)
     return [
         module.launch(
             "begin",
@@ -455,9 +461,11 @@ def accept(
             f"logits: found {list(logits.shape)}, workspace of {work.rows.shape[1]} rows, "
             f"wanted {[batch.row_slot.shape[0], vocab]}"
         )
-    if filters and not work.searches.numel():
+    if filters and not work.progress.numel():
         raise ValueError("filters: the workspace was allocated without")
-    module = _accept_module(logits.device, vocab, state.block, world)
+    rows = logits.shape[0]
+    made = constants(vocab, state.block, world, rows=rows, places=batch.places)
+    module, cluster = _module(ACCEPT, logits.device, **made), cluster_of(rows, vocab)
 
     def slabs(name: str) -> list[Tensor]:
         if peers:
@@ -476,36 +484,38 @@ def accept(
         "races_out": slabs("races"),
         "decisions": work.decisions,
         "first_token": rank * vocab,
-        "num_rows": logits.shape[0],
+        "num_rows": rows,
         "num_places": batch.places,
         "rows_per_request": batch.rows_per_request,
     }
     launches = [
         module.launch(
             "weigh",
-            grid=logits.shape[0] * CLUSTER,
+            grid=rows * cluster,
             block=THREADS,
-            cluster=CLUSTER,
-            shared=_weigh_shared(vocab),
+            cluster=cluster,
+            shared=SMALL_SHARED,
             stage="accept",
             **fields,
         )
     ]
     if filters:
-        launches += _filters(state, batch, work, logits, rank, slabs("rows"), slabs("histograms"))
+        filtering = _module(FILTER, logits.device, **{**made, "BLOCK": 1, "RACE_BLOCKS": 1})  # it knows neither
+        launches += _filters(filtering, state, batch, work, logits, rank, slabs("rows"), slabs("histograms"))
     if block_rule and state.block > 1:
-        grid = batch.places * (state.block - 1) * CLUSTER
+        grid = batch.places * (state.block - 1) * cluster
         launches.append(
             module.launch(
-                "excess", grid=grid, block=THREADS, cluster=CLUSTER, shared=SMALL_SHARED, stage="accept", **fields
+                "excess", grid=grid, block=THREADS, cluster=cluster, shared=SMALL_SHARED, stage="accept", **fields
             )
         )
-    grid = batch.places * RACE_BLOCKS
+    grid = batch.places * race_blocks_of(batch.places)
     launches.append(module.launch("race", grid=grid, block=THREADS, shared=SMALL_SHARED, stage="accept", **fields))
     return launches
 
 
 def _filters(
+    module: jit.Module,
     state: SlotState,
     batch: Batch,
     work: Workspace,
@@ -515,16 +525,16 @@ def _filters(
     histograms_out: list[Tensor],
 ) -> list[jit.Launch]:
     """Between `weigh` and what reads its records: what each row keeps."""
-    vocab, world = state.vocab_local, work.rows.shape[0]
-    module = _filter_module(logits.device, vocab, world)
+    rows, vocab = logits.shape
+    cluster = cluster_of(rows, vocab)
     launches = []
     for level in range(LEVELS + 1):
         launches.append(
             module.launch(
                 "narrow" if level < LEVELS else "settle",
-                grid=logits.shape[0] * CLUSTER,
+                grid=rows * cluster,
                 block=THREADS,
-                cluster=CLUSTER,
+                cluster=cluster,
                 shared=FILTER_SHARED,
                 stage="accept",
                 temperature=state.temperature,
@@ -538,10 +548,10 @@ def _filters(
                 rows_out=rows_out,
                 histograms=work.histograms,
                 histograms_out=histograms_out,
-                searches=work.searches,
+                progress=work.progress,
                 level=level,
                 first_token=rank * vocab,
-                num_rows=logits.shape[0],
+                num_rows=rows,
                 rows_per_request=batch.rows_per_request,
             )
         )
@@ -558,7 +568,7 @@ def commit(
     """
     if ring.buffer.shape[1] < batch.places:
         raise ValueError(f"a ring of {ring.buffer.shape[1]} places for a batch of {batch.places}")
-    module = _slots_module(state.step.device, state.block, work.races.shape[0])
+    module = _slots_module(state.step.device, state.block, work.races.shape[0], batch.places)
     return [
         module.launch(
             "commit",
@@ -589,12 +599,15 @@ def commit(
     ]
 
 
-RELEASED = constants(vocab_local=32320, block=5, world=1)
-"""Constants of the released model on one rank of four."""
+def _released(places: int, world: int = 1) -> dict[str, jit.Constant]:
+    """Constants of the released model on one rank of four."""
+    return constants(32320, 5, world, rows=6 * places, places=places)
+
 
 SOURCES: list[tuple[jit.Source, dict[str, jit.Constant]]] = [
-    (ACCEPT, RELEASED),
-    (FILTER, RELEASED),
-    (FILTER, constants(vocab_local=32320, block=5, world=4)),
-    (SLOTS, {"BLOCK": 5, "WORLD": 1, "RACE_BLOCKS": RACE_BLOCKS, "RECORD_WORDS": record_words(5)}),
+    (ACCEPT, _released(places=1)),
+    (ACCEPT, _released(places=32)),
+    (FILTER, _released(places=1)),
+    (FILTER, _released(places=32, world=4)),
+    (SLOTS, _slot_constants(5, 1, 1)),
 ]

@@ -23,10 +23,10 @@ static_assert(BINS == THREADS, "a thread per bin");
 constexpr int BLOCK_BINS = BINS / CLUSTER;  // that a block adds up for its cluster
 static_assert(BINS % CLUSTER == 0 && SEARCHES * BLOCK_BINS <= THREADS, "a thread per search and bin");
 
-// Masses are integers, so that their sums do not depend on the order: 2^36 for the most likely token, in two halves of
-// 18 bits that a block adds up without a carry.
+// Masses are integers, so that their sums do not depend on the order: 2^36 for the most likely token, in two halves that
+// a block adds up without a carry, none above 2^18.
 constexpr int HALF = 18;
-static_assert(CHUNK < 1 << (32 - HALF), "the sum of a block's halves fits 32 bits");
+static_assert(CHUNK < 1 << (32 - HALF), "the sums of a block fit 32 bits");
 
 // Where what a filter keeps ends. All ranks know the same, except for `below`.
 struct Search {
@@ -35,13 +35,20 @@ struct Search {
   u32 count;              // which so many tokens have
   u32 kept;               // FOUND: so many of them stay, those of the lowest ids; all of them, or low = high
   u32 below;              // of `count`, those of lower ranks
-  u32 count_before, unused;
+  u32 count_before;       // tokens above
+  u32 unused;
   u64 mass_before, mass;  // of the tokens above, and between
   u64 limit;              // of mass, once it is known
-  u64 unused_too;
 };
-constexpr int SEARCH_WORDS = sizeof(Search) / 4;
-static_assert(SEARCH_WORDS == 16, "cuda.py allocates it");
+
+// What launches hand on of a row. Level 0 writes it for every row; where nothing is filtered, both searches are OFF.
+struct Progress {
+  Search searches[SEARCHES];
+  float max, inverse, top_p, min_p;
+  i32 id, top_k;  // id: of the maximum
+};
+constexpr int WORDS = sizeof(Progress) / 4;
+static_assert(WORDS == 34, "cuda.py allocates it");
 
 struct Bin {  // of a histogram, with all that stands before it and up to its end
   u32 index, count_before, count_to, below;
@@ -50,7 +57,7 @@ struct Bin {  // of a histogram, with all that stands before it and up to its en
 
 struct Shared {
   u32 count[SEARCHES][BINS], low[SEARCHES][BINS], high[SEARCHES][BINS];
-  Search searches[SEARCHES];
+  Progress row;
   Bin first, last;
   u64 warp_mass[WARPS];
   u32 warp_count[WARPS];
@@ -89,11 +96,10 @@ DEVICE u64 share_of(float share, u64 whole) {
 }
 
 // Takes in the histograms of level `level` for one search: its interval becomes the bins in which the running count (or
-// mass) reaches `least` to `most`. `least` 0: both are `share` of all mass. By the whole block.
-DEVICE void narrow_to(Shared& s, const Filter& p, int row, float max, int level, int which, u64 least, u64 most,
-                      float share) {
+// mass) reaches `least` to `most`. `least` 0: both are top-p of all mass. By the whole block.
+DEVICE void narrow_to(Shared& s, const Filter& p, int row, int level, int which, u64 least, u64 most) {
   int bin = threadIdx.x, warp = warp_id(), lane = lane_id(), own_rank = p.first_token / VOCAB;
-  Search search = s.searches[which];
+  Search search = s.row.searches[which];
   const uint4* histograms = (const uint4*)p.histograms;
   u32 count = 0, below = 0;
   u64 mass = 0;
@@ -121,7 +127,7 @@ DEVICE void narrow_to(Shared& s, const Filter& p, int row, float max, int level,
     if (w < warp) count_to += s.warp_count[w], mass_to += s.warp_mass[w];
     whole += s.warp_mass[w];
   }
-  if (least == 0) least = most = share_of(share, whole);
+  if (least == 0) least = most = share_of(s.row.top_p, whole);
   count_to += search.count_before, mass_to += search.mass_before;
   u64 to = which == BY_MASS ? mass_to : count_to, own = which == BY_MASS ? mass : count;
   Bin here = {(u32)bin, count_to - count, count_to, below, mass_to - mass, mass_to};
@@ -130,8 +136,8 @@ DEVICE void narrow_to(Shared& s, const Filter& p, int row, float max, int level,
   sync_block();
   Bin first = s.first, last = s.last;
   if (level == 0) {
-    if (warp == 0) s.low_key = least_key((int)last.index, max);
-    if (warp == 1) s.high_key = first.index ? least_key((int)first.index - 1, max) - 1 : order_key(max);
+    if (warp == 0) s.low_key = least_key((int)last.index, s.row.max);
+    if (warp == 1) s.high_key = first.index ? least_key((int)first.index - 1, s.row.max) - 1 : order_key(s.row.max);
   } else if (threadIdx.x == 0) {
     u32 shift = shift_of(search);
     u64 end = (u64)(last.index + 1) << shift;
@@ -145,148 +151,134 @@ DEVICE void narrow_to(Shared& s, const Filter& p, int row, float max, int level,
     search.mass_before = first.mass_before, search.mass = last.mass_to - first.mass_before;
     search.below = first.below;  // of one bin, as it is when the search ends
     if (least == most) search.limit = least;
-    s.searches[which] = search;
+    s.row.searches[which] = search;
   }
   sync_block();
 }
 
 // Takes in the histograms of level `level` for the searches that are open. By the whole block.
-DEVICE void advance(Shared& s, const Filter& p, int row, float max, int level, int top_k, float top_p) {
-  if (s.searches[BY_COUNT].state == OPEN) {
-    narrow_to(s, p, row, max, level, BY_COUNT, (u64)top_k, (u64)top_k, 0);
+DEVICE void advance(Shared& s, const Filter& p, int row, int level) {
+  Search &k = s.row.searches[BY_COUNT], &m = s.row.searches[BY_MASS];
+  if (k.state == OPEN) {
+    u64 limit = (u64)s.row.top_k;
+    narrow_to(s, p, row, level, BY_COUNT, limit, limit);
     if (threadIdx.x == 0) {
-      Search& k = s.searches[BY_COUNT];
-      k.kept = (u32)top_k - k.count_before;
+      k.kept = (u32)limit - k.count_before;
       if (k.kept == k.count || k.low == k.high) k.state = FOUND;
     }
     sync_block();
   }
-  if (s.searches[BY_MASS].state == OPEN) {
-    const Search& k = s.searches[BY_COUNT];
-    u64 least = s.searches[BY_MASS].limit, most = least;
+  if (m.state == OPEN) {
+    u64 least = m.limit, most = least;
     if (least == 0 && k.state == OPEN) {
-      least = share_of(top_p, k.mass_before), most = share_of(top_p, k.mass_before + k.mass);
+      least = share_of(s.row.top_p, k.mass_before), most = share_of(s.row.top_p, k.mass_before + k.mass);
     } else if (least == 0 && k.state == FOUND) {
       u64 mass = k.kept == k.count ? k.mass : k.mass / k.count * k.kept;
-      least = most = share_of(top_p, k.mass_before + mass);
+      least = most = share_of(s.row.top_p, k.mass_before + mass);
     }
-    narrow_to(s, p, row, max, level, BY_MASS, least, most, top_p);
-    if (threadIdx.x == 0) {
-      Search& m = s.searches[BY_MASS];
-      if (m.limit && (m.count == 1 || m.low == m.high)) {
-        u64 each = m.mass / m.count;
-        m.kept = (u32)((m.limit - m.mass_before + each - 1) / each);
-        m.state = FOUND;
-      }
+    narrow_to(s, p, row, level, BY_MASS, least, most);
+    if (threadIdx.x == 0 && m.limit && (m.count == 1 || m.low == m.high)) {
+      u64 each = m.mass / m.count;
+      m.kept = (u32)((m.limit - m.mass_before + each - 1) / each);
+      m.state = FOUND;
     }
     sync_block();
   }
 }
 
-// What a row asks for, and what is known of it.
-struct Wish {
-  int slot, top_k;
-  float top_p, min_p, inverse;
-  bool filters;
-  u32 states[SEARCHES];
-};
-
-DEVICE Wish read_wish(const Filter& p, int row) {
-  Wish w;
-  w.slot = load_l2(p.row_slot + row);
-  const u32* searches = p.searches + row * SEARCHES * SEARCH_WORDS;
-#pragma unroll
-  for (int which = 0; which < SEARCHES; which++) w.states[which] = load_l2(searches + which * SEARCH_WORDS);
-  w.filters = false;
-  if (w.slot < 0) return w;
-  float temperature = load_l2(p.temperature + w.slot);
-  w.top_k = load_l2(p.top_k + w.slot);
-  w.top_p = load_l2(p.top_p + w.slot);
-  w.min_p = load_l2(p.min_p + w.slot);
-  w.inverse = inverse_of(temperature);
-  bool ranks = w.top_k > 0 && w.top_k < VOCAB * WORLD, cuts = w.top_p < 1;
-  w.filters = temperature > 0 && (ranks || cuts || w.min_p > 0);
-  if (p.level == 0) w.states[BY_COUNT] = ranks ? OPEN : OFF, w.states[BY_MASS] = cuts ? OPEN : OFF;
-  return w;
-}
-
-// Brings both searches to where the histograms of the level before take them, in all blocks of the cluster.
-DEVICE void catch_up(Shared& s, const Filter& p, int row, float max, const Wish& wish) {
-  if (cluster_rank() == 0) {
-    if (threadIdx.x < SEARCHES * SEARCH_WORDS)
-      ((u32*)s.searches)[threadIdx.x] = load_l2(p.searches + row * SEARCHES * SEARCH_WORDS + threadIdx.x);
-    sync_block();
-    advance(s, p, row, max, p.level - 1, wish.top_k, wish.top_p);
+// What level 0 starts from. By every block of the cluster.
+DEVICE void start(Shared& s, const Filter& p, int row) {
+  int slot = load_l2(p.row_slot + row);
+  Record whole = read_row(p.rows, p.num_rows, 0, row, 0);
+  if (threadIdx.x == 0) {
+    Progress& to = s.row;
+    to.searches[BY_COUNT] = to.searches[BY_MASS] = Search{OFF, FIRST_KEY, LAST_KEY, 0, 0, 0, 0, 0, 0, 0, 0};
+    float temperature = slot < 0 ? 0.0f : load_l2(p.temperature + slot);
+    if (temperature > 0 && !whole.bad) {
+      to.max = whole.max, to.id = whole.id, to.inverse = inverse_of(temperature);
+      to.top_k = load_l2(p.top_k + slot), to.top_p = load_l2(p.top_p + slot), to.min_p = load_l2(p.min_p + slot);
+      bool ranks = to.top_k > 0 && to.top_k < VOCAB * WORLD, cuts = to.top_p < 1;
+      if (ranks) to.searches[BY_COUNT].state = OPEN;
+      if (cuts) to.searches[BY_MASS].state = OPEN;
+      // Nothing to search for: a search that ended with the last key, behind which min-p may still drop tokens.
+      if (!ranks && !cuts && to.min_p > 0) to.searches[BY_COUNT].state = FOUND, to.searches[BY_COUNT].low = 0;
+    }
   }
-  cluster_sync();
-  if (cluster_rank() && threadIdx.x < SEARCHES * SEARCH_WORDS)
-    ((u32*)s.searches)[threadIdx.x] = *cluster_map((u32*)s.searches + threadIdx.x, 0);
   sync_block();
 }
 
+// What the launches before found, with the histograms of the last one taken in; in all blocks of the cluster. False:
+// nothing is left to do for the row.
+DEVICE bool resume(Shared& s, const Filter& p, int row, bool to_settle) {
+  u32* words = (u32*)&s.row;
+  if (threadIdx.x < WORDS) words[threadIdx.x] = load_l2(p.progress + row * WORDS + threadIdx.x);
+  sync_block();
+  u32 by_count = s.row.searches[BY_COUNT].state, by_mass = s.row.searches[BY_MASS].state;
+  bool open = by_count == OPEN || by_mass == OPEN;
+  if (!open) return to_settle && (by_count != OFF || by_mass != OFF);
+  if (cluster_rank() == 0) advance(s, p, row, p.level - 1);
+  cluster_sync();
+  if (cluster_rank() && threadIdx.x < WORDS) words[threadIdx.x] = *cluster_map(words + threadIdx.x, 0);
+  sync_block();
+  return true;
+}
+
 // A cluster per row.
-KERNEL(narrow, Filter, THREADS, 2) {
+KERNEL(narrow, Filter, THREADS, 4) {
   Shared& s = *(Shared*)shared_memory();
   launch_dependents();
   wait_for_dependencies();
   int row = blockIdx.x / CLUSTER, rank = cluster_rank();
-  Wish wish = read_wish(p, row);
-  if (!wish.filters) return;  // with the whole cluster, as everywhere below
-  if (p.level && wish.states[BY_COUNT] != OPEN && wish.states[BY_MASS] != OPEN) return;
-  Record whole = read_row(p.rows, p.num_rows, 0, row, wish.inverse);
-  if (p.level == 0) {
-    if (threadIdx.x < SEARCHES) {
-      u32 state = whole.bad ? OFF : wish.states[threadIdx.x == BY_COUNT ? BY_COUNT : BY_MASS];
-      s.searches[threadIdx.x] = Search{state, FIRST_KEY, LAST_KEY, 0, 0, 0, 0, 0, 0, 0, 0, 0};
-    }
-    sync_block();
-  } else {
-    catch_up(s, p, row, whole.max, wish);
-  }
+  if (p.level == 0) start(s, p, row);
+  else if (!resume(s, p, row, false)) return;  // with the whole cluster
 
-  bool weighs = s.searches[BY_MASS].state != OFF, open[SEARCHES];
+  float max = s.row.max, inverse = s.row.inverse;
+  bool weighs = s.row.searches[BY_MASS].state != OFF, open[SEARCHES];
   u32 low[SEARCHES], extent[SEARCHES], high[SEARCHES], shift[SEARCHES];
 #pragma unroll
   for (int which = 0; which < SEARCHES; which++) {
-    const Search& search = s.searches[which];
+    const Search& search = s.row.searches[which];
     open[which] = search.state == OPEN;
     low[which] = search.low, high[which] = search.high, extent[which] = search.high - search.low;
     shift[which] = shift_of(search);
     s.count[which][threadIdx.x] = s.low[which][threadIdx.x] = s.high[which][threadIdx.x] = 0;
   }
+  if (rank == 0 && threadIdx.x < WORDS) p.progress[row * WORDS + threadIdx.x] = ((u32*)&s.row)[threadIdx.x];
+  if (!open[BY_COUNT] && !open[BY_MASS]) {
+    if (p.level) cluster_sync();  // the others have to read how it ended
+    return;
+  }
   sync_block();
   auto add = [&](int which, int bin, float x) {
     add_atomic(&s.count[which][bin], 1);
     if (!weighs) return;
-    // Rounded, so that a long tail of small weights is not lost.
-    u64 mass = (u64)(softmax_weight(x, whole.max, wish.inverse) * (float)(1ull << 2 * HALF) + 0.5f);
-    if (mass == 0) return;
-    add_atomic(&s.low[which][bin], (u32)mass & ((1u << HALF) - 1));
-    add_atomic(&s.high[which][bin], (u32)(mass >> HALF));
+    float mass = softmax_weight(x, max, inverse) * (float)(1 << HALF);
+    u32 whole = (u32)mass;
+    u32 part = (u32)((mass - (float)whole) * (float)(1 << HALF) + 0.5f);  // rounded: a long tail must not be lost
+    if (part) add_atomic(&s.low[which][bin], part);
+    if (whole) add_atomic(&s.high[which][bin], whole);
   };
-  if (open[BY_COUNT] || open[BY_MASS]) {
-    int begin = rank * CHUNK, size = size_of(begin, CHUNK);
-    const float* logits = p.logits + (i64)row * VOCAB + begin;
-    for (int at = 4 * threadIdx.x; at < size; at += 4 * THREADS) {
-      uint4 bits = load_l2((const uint4*)(logits + at));
-      float x[4] = {as_float(bits.x), as_float(bits.y), as_float(bits.z), as_float(bits.w)};
+  int begin = rank * CHUNK, size = size_of(begin, CHUNK);
+  const float* logits = p.logits + (i64)row * VOCAB + begin;
+#pragma unroll 4
+  for (int at = 4 * threadIdx.x; at < size; at += 4 * THREADS) {
+    uint4 bits = load_l2((const uint4*)(logits + at));
+    float x[4] = {as_float(bits.x), as_float(bits.y), as_float(bits.z), as_float(bits.w)};
 #pragma unroll
-      for (int j = 0; j < 4; j++) {
-        if (p.level == 0) {
-          add(0, coarse_bin(x[j], whole.max), x[j]);
-          continue;
-        }
-        u32 key = order_key(x[j]);
-#pragma unroll
-        for (int which = 0; which < SEARCHES; which++)
-          if (open[which] && key - low[which] <= extent[which])
-            add(which, (int)(high[which] - key >> shift[which]), x[j]);
+    for (int j = 0; j < 4; j++) {
+      if (p.level == 0) {
+        add(0, coarse_bin(x[j], max), x[j]);
+        continue;
       }
+      u32 key = order_key(x[j]);
+#pragma unroll
+      for (int which = 0; which < SEARCHES; which++)
+        if (open[which] && key - low[which] <= extent[which]) add(which, (int)(high[which] - key >> shift[which]), x[j]);
     }
   }
   cluster_sync();
   int which = threadIdx.x / BLOCK_BINS, bin = rank * BLOCK_BINS + threadIdx.x % BLOCK_BINS;
-  if (p.level ? which < SEARCHES && s.searches[which % SEARCHES].state == OPEN : which == 0) {
+  if (p.level ? which < SEARCHES && s.row.searches[which % SEARCHES].state == OPEN : which == 0) {
     u32 count = 0;
     u64 mass = 0;
 #pragma unroll
@@ -299,8 +291,6 @@ KERNEL(narrow, Filter, THREADS, 2) {
     for (int peer = 0; peer < WORLD; peer++)
       ((uint4*)p.histograms_out[peer])[at] = make_uint4(count, (u32)mass, (u32)(mass >> 32), 0);
   }
-  if (rank == 0 && threadIdx.x < SEARCHES * SEARCH_WORDS)
-    p.searches[row * SEARCHES * SEARCH_WORDS + threadIdx.x] = ((u32*)s.searches)[threadIdx.x];
   cluster_sync();  // the others' shared memory must outlive the reading
 }
 
@@ -339,28 +329,20 @@ DEVICE i32 last_of(Shared& s, const float* logits, int size, i32 first_id, u32 k
 }
 
 // What is kept of each row goes into its record.
-KERNEL(settle, Filter, THREADS, 2) {
+KERNEL(settle, Filter, THREADS, 4) {
   Shared& s = *(Shared*)shared_memory();
   launch_dependents();
   wait_for_dependencies();
   int row = blockIdx.x / CLUSTER, rank = cluster_rank(), i = row % p.rows_per_request;
-  Wish wish = read_wish(p, row);
-  if (!wish.filters) return;
-  int own_rank = p.first_token / VOCAB;
-  Record whole = read_row(p.rows, p.num_rows, own_rank, row, wish.inverse);
-  if (whole.bad) return;
-  bool searched = wish.states[BY_COUNT] != OFF || wish.states[BY_MASS] != OFF;
-  if (searched) catch_up(s, p, row, whole.max, wish);
+  if (!resume(s, p, row, true)) return;
   int begin = rank * CHUNK, size = size_of(begin, CHUNK);
   i32 first_id = p.first_token + begin;
   const float* logits = p.logits + (i64)row * VOCAB + begin;
-  Target target = {whole.max, wish.inverse, 1, wish.min_p, 0, NO_ID};
-  if (searched) {
-    Search found = s.searches[wish.states[BY_MASS] == OFF ? BY_COUNT : BY_MASS];  // top-p ends no later
-    target.key = found.low;
-    if (found.kept < found.count)
-      target.last = last_of(s, logits, size, first_id, found.low, (int)found.kept - (int)found.below);
-  }
+  const Search &k = s.row.searches[BY_COUNT], &m = s.row.searches[BY_MASS];
+  const Search& found = m.state == OFF ? k : m;  // top-p ends no later
+  Target target = {s.row.max, s.row.inverse, 1, s.row.min_p, found.low, NO_ID};
+  if (found.kept < found.count)
+    target.last = last_of(s, logits, size, first_id, found.low, (int)found.kept - (int)found.below);
   float sum = 0;
   for (int at = 4 * threadIdx.x; at < size; at += 4 * THREADS) {
     uint4 bits = load_l2((const uint4*)(logits + at));
@@ -375,12 +357,11 @@ KERNEL(settle, Filter, THREADS, 2) {
     sum = 0;
 #pragma unroll
     for (int r = 0; r < CLUSTER; r++) sum += *cluster_map(&s.sum, r);
-    Record own = load_record(p.rows, p.num_rows, own_rank, row);
+    Record own = load_record(p.rows, p.num_rows, p.first_token / VOCAB, row);
     i32 draft = i + 1 < p.rows_per_request ? load_l2(p.row_token + row + 1) : -1;
-    bool stands = target_weight(target, own.drafted, draft) > 0;
+    if (!(target_weight(target, own.drafted, draft) > 0)) own.drafted = negative_infinity();
     // All shards' sums are relative to the row's maximum from now on.
-    store_record(p.rows_out, row,
-                 Record{whole.max, sum, whole.id, stands ? own.drafted : negative_infinity(), 0, target.key, target.last});
+    store_record(p.rows_out, row, Record{s.row.max, sum, s.row.id, own.drafted, 0, target.key, target.last});
   }
   cluster_sync();
 }

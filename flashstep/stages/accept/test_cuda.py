@@ -37,7 +37,7 @@ class Case:
         self.works = [Workspace.allocate(places, self.rows, block, world, device) for _ in range(world)]
         self.rings = [Ring.allocate(3, places, block, device) for _ in range(world)]
         for work in self.works:  # nothing may be read that was not written in the step
-            for buffer in (work.rows, work.races, work.histograms, work.searches, work.decisions):
+            for buffer in (work.rows, work.races, work.histograms, work.progress, work.decisions):
                 buffer.fill_(0x7F7F7F7F)
             work.excess.fill_(math.nan)
         self.g = generator(seed)
@@ -635,7 +635,7 @@ def test_what_is_not_served_is_refused(device):
         with pytest.raises(ValueError, match="host's path"):
             state.load(0, position=0, token=0, seed=0, params=params)
     with pytest.raises(ValueError, match="multiple of 16"):
-        cuda.constants(vocab_local=100, block=5, world=1)
+        cuda.constants(vocab_local=100, block=5, world=1, rows=6, places=1)
     with pytest.raises(ValueError, match="rows_per_request"):
         Batch.allocate(4, 7, BLOCK, device)
     batch, work = Batch.allocate(4, 6, BLOCK, device), Workspace.allocate(4, 6, BLOCK, 1, device)
