@@ -17,7 +17,7 @@ from flashstep.specialized.plan import BlockInputs, Plan, RowInputs
 from flashstep.specialized.step import Record
 from flashstep.stages.accept import cuda as accept
 from flashstep.stages.head import cuda as head
-from flashstep.state import State
+from flashstep.state import State, upload
 
 PLACES = (1, 2, 4, 8, 16, 32)  # buckets, in requests
 _RING_STEPS = 8  # more than are ever in flight
@@ -83,9 +83,8 @@ class GraphDecoder:
         """Which slots the coming steps serve."""
         places = next(size for size in PLACES if size >= len(slots))
         self.current = self.bucket(min(places, self.max_requests), filters=not self._filtered.isdisjoint(slots))
-        wanted = torch.full((self.current.batch.places,), -1, dtype=torch.int32)
-        wanted[: len(slots)] = torch.tensor(slots, dtype=torch.int32)
-        self.current.batch.batch_slot.copy_(wanted)
+        empty = self.current.batch.places - len(slots)
+        upload([*slots, *[-1] * empty], self.current.batch.batch_slot)
         self._count = len(slots)
 
     def launch(self) -> None:
