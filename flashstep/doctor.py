@@ -19,6 +19,7 @@ import torch
 from rich.console import Console
 from rich.text import Text
 
+from flashstep import jit
 from flashstep.loading import BUNDLED_MODEL
 
 OLDEST_TORCH = (2, 11)
@@ -174,6 +175,7 @@ def _machine() -> dict[str, str]:
         "memory": _memory(),
         "gpu": _gpu().found,
         "model": str(BUNDLED_MODEL),
+        "kernels": f"{jit.cache_bytes() / 2**20:.1f} of at most {jit.CACHE_BYTES >> 20} MiB in {jit.cache_directory()}",
     }
 
 

@@ -5,6 +5,8 @@ Owns: the generated text around a kernel source (constants, parameter structs), 
 
 A binary's cache key holds the text of every file included, the constants, the options, the architecture and the
 compiler's version; entries are directories renamed into place and carry a digest, so that a damaged one is made anew.
+A change of the sources leaves the old entries behind: those that were used longest ago go when the cache outgrows
+CACHE_BYTES.
 """
 
 from __future__ import annotations
@@ -36,6 +38,7 @@ PACKAGE = Path(__file__).parent
 STAGES = PACKAGE / "stages"
 MAX_SHARED = 227 * 1024  # bytes of shared memory a block may have on SM90, SM100 and SM103
 MAX_CLUSTER = 16
+CACHE_BYTES = 1 << 29  # that the cache may take; the kernels of one model and one version take less than a tenth
 ARCHITECTURES = ("sm_90a", "sm_100a", "sm_103a")
 
 Constant = bool | int | float
@@ -313,6 +316,7 @@ def _cached(key: str) -> tuple[Path, dict[str, Any]] | None:
     try:
         notes: dict[str, Any] = json.loads((entry / "notes.json").read_text())
         if notes["key"] == key and notes["digest"] == hashlib.sha256((entry / "binary").read_bytes()).hexdigest():
+            os.utime(entry / "notes.json")  # says when it was last used
             return entry / "binary", notes
     except (OSError, ValueError, KeyError, TypeError):
         pass
@@ -330,6 +334,7 @@ def _store(key: str, binary: bytes, notes: dict[str, Any]) -> tuple[Path, dict[s
     for _ in range(2):
         try:
             private.rename(entry)
+            _trim(root, keep=entry)
             return entry / "binary", notes
         except OSError:
             if intact := _cached(key):  # another process was faster
@@ -337,6 +342,36 @@ def _store(key: str, binary: bytes, notes: dict[str, Any]) -> tuple[Path, dict[s
                 return intact
             shutil.rmtree(entry, ignore_errors=True)  # damaged
     return private / "binary", notes
+
+
+def cache_bytes() -> int:
+    """Bytes of all binaries in the cache."""
+    return sum(nbytes for _, nbytes, _ in _entries(cache_directory()))
+
+
+def _entries(root: Path) -> list[tuple[float, int, Path]]:
+    """When each entry was last used, its bytes, and where it is; also of what a process that died left half made."""
+    found = []
+    for entry in root.iterdir() if root.is_dir() else ():
+        try:
+            notes = entry / "notes.json"
+            used = (notes if notes.exists() else entry).stat().st_mtime
+            found.append((used, sum(file.stat().st_size for file in entry.iterdir()), entry))
+        except OSError:  # another process has just removed it
+            continue
+    return found
+
+
+def _trim(root: Path, keep: Path) -> None:
+    """Remove the entries that were used longest ago until the rest fits; never `keep`."""
+    entries = sorted(_entries(root))
+    excess = sum(nbytes for _, nbytes, _ in entries) - CACHE_BYTES
+    for _, nbytes, entry in entries:
+        if excess <= 0:
+            return
+        if entry != keep:
+            shutil.rmtree(entry, ignore_errors=True)
+            excess -= nbytes
 
 
 # ---- emulator -------------------------------------------------------------------------------------------------------

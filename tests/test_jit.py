@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import os
 import re
 import threading
 from pathlib import Path
@@ -238,6 +239,33 @@ def test_cache_filled_by_several_at_once(tmp_path, compilations):
         thread.join()
     (entry,) = jit.cache_directory().iterdir()
     assert json.loads((entry / "notes.json").read_text())["resources"]["k"]["spilled"] == 0
+
+
+def test_a_cache_that_grows_too_large_forgets_what_was_used_longest_ago(tmp_path, compilations, monkeypatch):
+    source = source_of(tmp_path, "wait_for_dependencies(); p.out[0] = A;")
+
+    def make(a: int) -> int:
+        before = len(compilations)
+        jit.compile_for(source, "sm_90a", A=a)
+        return len(compilations) - before
+
+    monkeypatch.setattr(jit, "CACHE_BYTES", 1)
+    assert make(0) == 1
+    assert make(0) == 0, "what was just made stays, whatever its size"
+    entry_bytes = jit.cache_bytes()
+    monkeypatch.setattr(jit, "CACHE_BYTES", 3 * entry_bytes + entry_bytes // 2)
+    (tmp_path / "cache" / "flashstep" / "kernels" / "making-died").mkdir()
+    for a in (1, 2):
+        assert make(a) == 1
+    times = {entry: i for i, entry in enumerate(sorted(jit.cache_directory().iterdir()))}
+    for entry, i in times.items():  # all of them long ago
+        os.utime(entry / "notes.json" if (entry / "notes.json").exists() else entry, (1000 + i, 1000 + i))
+    assert make(0) == 0
+    assert make(1) == 0
+    assert make(3) == 1
+    assert jit.cache_bytes() <= jit.CACHE_BYTES
+    assert [make(a) for a in (0, 1, 3)] == [0, 0, 0]
+    assert make(2) == 1, "the one that was not used"
 
 
 def test_spills_are_seen(tmp_path):

@@ -23,6 +23,7 @@ from flashstep.server.interface import ServerSettings, Serving, ServingEngine
 from flashstep.settings import EngineConfig
 
 if TYPE_CHECKING:  # the server itself needs no tensor library
+    from flashstep.async_engine import AsyncEngine
     from flashstep.loading import LoadedModel
     from flashstep.ranks.launch import Ranks
 
@@ -93,7 +94,8 @@ class Server(uvicorn.Server):
 
 
 def run(args: argparse.Namespace) -> int:
-    """Serve until a signal comes. Raises ValueError or OSError with a message for the user."""
+    """Serve until a signal comes. Raises ValueError or OSError with a message for the user; else what kept the engine
+    from being built, for there is nothing to serve then."""
     _check(args)
     api_keys = (*args.api_key, *_keys_in(args.api_key_file))
     settings = ServerSettings(
@@ -124,6 +126,13 @@ def run(args: argparse.Namespace) -> int:
     with _listen(args.host, args.port) as listener, _ranks(args) as ranks:
         engine = _start_engine(args, config, ranks)
         server = Server(engine, settings, grace_s=args.grace)
+        unbuilt: list[BaseException] = []
+
+        def give_up(error: BaseException) -> None:
+            unbuilt.append(error)
+            server.should_exit = True
+
+        engine.on_build_error(give_up)
         if ranks is not None:
             ranks.on_failure(lambda failure: setattr(server, "should_exit", True))
         host, port = listener.getsockname()[:2]
@@ -136,6 +145,8 @@ def run(args: argparse.Namespace) -> int:
         server.run(sockets=[listener])
         if ranks is not None and ranks.failure is not None:
             raise ranks.failure
+        if unbuilt:
+            raise unbuilt[0]
     log.info("ended")
     return 0
 
@@ -221,7 +232,7 @@ def _ranks(args: argparse.Namespace) -> contextlib.AbstractContextManager[Ranks 
     )
 
 
-def _start_engine(args: argparse.Namespace, config: EngineConfig, ranks: Ranks | None) -> ServingEngine:
+def _start_engine(args: argparse.Namespace, config: EngineConfig, ranks: Ranks | None) -> AsyncEngine:
     from flashstep.async_engine import start
     from flashstep.backends import choose, load_for
 
