@@ -92,6 +92,13 @@ _RESERVED = ("name", "grid", "block", "shared", "cluster", "stage", "nbytes")
 
 
 @dataclass(frozen=True)
+class Mapped:
+    """A tensor in ordinary host memory, for a pointer: the caller knows that the device reads it there."""
+
+    tensor: Tensor
+
+
+@dataclass(frozen=True)
 class Field:
     """One member of a parameter struct: C type, place, and how many (0: not an array)."""
 
@@ -205,6 +212,8 @@ class Params:
 def _address(field: Field, value: Any, where: str, device: torch.device) -> int:
     if value is None:
         return 0
+    mapped = isinstance(value, Mapped)
+    value = value.tensor if mapped else value
     if not isinstance(value, Tensor):
         raise TypeError(f"{where}: a tensor or None expected, not {type(value).__name__}")
     dtype = str(value.dtype).removeprefix("torch.")
@@ -216,7 +225,7 @@ def _address(field: Field, value: Any, where: str, device: torch.device) -> int:
         )
     # Elements of an array may lie on peers; pinned host memory is addressable by the GPU.
     fits = value.device.type == device.type and (bool(field.count) or value.device.index in (None, device.index))
-    if not fits and not (device.type == "cuda" and value.device.type == "cpu" and value.is_pinned()):
+    if not fits and not (device.type == "cuda" and value.device.type == "cpu" and (mapped or value.is_pinned())):
         raise ValueError(f"{where}: the tensor is on {value.device}, the kernel on {device}")
     address = value.data_ptr()
     if address % _VECTORS.get(field.base, 1):

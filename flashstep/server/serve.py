@@ -166,6 +166,8 @@ def _check(args: argparse.Namespace) -> None:
         problems.append("--num-layers goes with --load-format random: a checkpoint is served whole")
     if args.load_format == "random" and args.tensor_parallel_size > 1:
         problems.append("--load-format random runs on one rank: leave --tensor-parallel-size out")
+    if args.engram_placement and args.tensor_parallel_size > 1:
+        problems.append("--engram-placement is for one rank so far: leave --tensor-parallel-size out")
     if args.threads is not None and args.threads < 1:
         problems.append(f"--threads {args.threads}: expected at least 1")
     if problems:
@@ -244,7 +246,13 @@ def _start_engine(args: argparse.Namespace, config: EngineConfig, ranks: Ranks |
     log.info("decode backend: %s on %s", choice.backend, choice.device)
 
     def load() -> LoadedModel:
-        return load_for(choice, args.model, random_weights=args.load_format == "random", num_layers=args.num_layers)
+        return load_for(
+            choice,
+            args.model,
+            random_weights=args.load_format == "random",
+            num_layers=args.num_layers,
+            engram=args.engram_placement,
+        )
 
     return start(args.model, config, load=load, ranks=ranks)
 
