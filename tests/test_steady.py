@@ -43,6 +43,14 @@ def steady(specialized) -> Engine:
     return engine
 
 
+def test_batches_without_filters_run_no_search(steady):
+    decoder = steady.core._decoder
+    chains = decoder.current.chain, decoder.bucket(1, filters=False).chain
+    searching, plain = ([launch.name for launch in chain.launches] for chain in chains)
+    assert [name for name in searching if name not in ("narrow", "cut")] == plain
+    assert len(searching) > len(plain)
+
+
 # ---- nobody waits ---------------------------------------------------------------------------------------------------
 
 READS = (

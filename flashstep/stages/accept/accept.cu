@@ -3,7 +3,7 @@
 // request asks for top-k, top-p or min-p.
 //
 // Vocabulary shards meet only in small records that each rank writes into a slab of every peer's mailbox:
-// - row records [WORLD][rows][8 words] of `weigh` and `settle`: what all of p needs (`Record`),
+// - row records [WORLD][rows][8 words] of `weigh` and `cut`: what all of p needs (`Record`),
 // - histograms [WORLD][2][rows][2][256][4 words] of `narrow`, in turns: where filters cut the ranking,
 // - excess [WORLD][places][BLOCK] of `excess`: the sum over the vocabulary that block verification needs,
 // - races [WORLD][places][RACE_BLOCKS][4 words] of `race`: the best of the residual, and the best of p.

@@ -93,7 +93,7 @@ _FILTER = jit.Params(
         ("rows_per_request", "int"),
     ],
 )
-FILTER = jit.Source("stages/accept/filter.cu", {"narrow": _FILTER, "settle": _FILTER}, hot=("narrow", "settle"))
+FILTER = jit.Source("stages/accept/filter.cu", {"narrow": _FILTER, "cut": _FILTER}, hot=("narrow", "cut"))
 SLOTS = jit.Source(
     "stages/accept/slots.cu",
     {
@@ -531,7 +531,7 @@ def _filters(
     for level in range(LEVELS + 1):
         launches.append(
             module.launch(
-                "narrow" if level < LEVELS else "settle",
+                "narrow" if level < LEVELS else "cut",
                 grid=rows * cluster,
                 block=THREADS,
                 cluster=cluster,

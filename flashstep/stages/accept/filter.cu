@@ -1,4 +1,4 @@
-// Top-k, top-p and min-p of rows over shards of the vocabulary, exactly: `narrow` cuda.LEVELS times, then `settle`.
+// Top-k, top-p and min-p of rows over shards of the vocabulary, exactly: `narrow` cuda.LEVELS times, then `cut`.
 //
 // Top-k and top-p each keep a prefix of the ranking by (falling logit, rising id). Where it ends is searched for in all
 // shards at once: a level counts, and weighs, the tokens between two keys in BINS bins and sends the histogram to every
@@ -209,13 +209,13 @@ DEVICE void start(Shared& s, const Filter& p, int row) {
 
 // What the launches before found, with the histograms of the last one taken in; in all blocks of the cluster. False:
 // nothing is left to do for the row.
-DEVICE bool resume(Shared& s, const Filter& p, int row, bool to_settle) {
+DEVICE bool resume(Shared& s, const Filter& p, int row, bool to_cut) {
   u32* words = (u32*)&s.row;
   if (threadIdx.x < WORDS) words[threadIdx.x] = load_l2(p.progress + row * WORDS + threadIdx.x);
   sync_block();
   u32 by_count = s.row.searches[BY_COUNT].state, by_mass = s.row.searches[BY_MASS].state;
   bool open = by_count == OPEN || by_mass == OPEN;
-  if (!open) return to_settle && (by_count != OFF || by_mass != OFF);
+  if (!open) return to_cut && (by_count != OFF || by_mass != OFF);
   if (cluster_rank() == 0) advance(s, p, row, p.level - 1);
   cluster_sync();
   if (cluster_rank() && threadIdx.x < WORDS) words[threadIdx.x] = *cluster_map(words + threadIdx.x, 0);
@@ -329,7 +329,7 @@ DEVICE i32 last_of(Shared& s, const float* logits, int size, i32 first_id, u32 k
 }
 
 // What is kept of each row goes into its record.
-KERNEL(settle, Filter, THREADS, 4) {
+KERNEL(cut, Filter, THREADS, 4) {
   Shared& s = *(Shared*)shared_memory();
   launch_dependents();
   wait_for_dependencies();
