@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
     if args.num_layers is not None:
         config = config.first_layers(args.num_layers)
     started = time.perf_counter()
-    source = packed.RandomSource(config, 0, args.world, device)
+    source = packed.RandomSource(config, 0, args.world, device, engram=args.engram_placement)
     weights = packed.read(config, source, 0, args.world)
     torch.cuda.synchronize()
     loaded_s = time.perf_counter() - started
@@ -65,7 +65,12 @@ def run(args: argparse.Namespace) -> int:
     record: dict[str, Any] = {
         "command": "flashstep " + " ".join(sys.argv[1:]),
         "machine": _machine(),
-        "settings": {"world": args.world, "num_layers": config.num_hidden_layers, "replays": args.replays},
+        "settings": {
+            "world": args.world,
+            "num_layers": config.num_hidden_layers,
+            "replays": args.replays,
+            "engram": args.engram_placement,
+        },
         "weights_s": loaded_s,
         "read_ceiling_tb_s": ceiling,
         "scenarios": [],

@@ -292,6 +292,7 @@ DEVICE u32 multiply_bf16x2(u32 a, u32 b) {
   asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
   return r;
 }
+// Bytes of b:a (0 is the lowest of a) that the nibbles of `selector` name; of a nibble the top bit is not looked at.
 DEVICE u32 permute_bytes(u32 a, u32 b, u32 selector) { return __byte_perm(a, b, selector); }
 DEVICE u32 multiply_high(u32 a, u32 b) { return __umulhi(a, b); }
 DEVICE float exp_fast(float x) { return __expf(x); }

@@ -1161,11 +1161,7 @@ DEVICE u32 multiply_bf16x2(u32 a, u32 b) {
 DEVICE u32 permute_bytes(u32 a, u32 b, u32 selector) {
   u64 bytes = (u64)b << 32 | a;
   u32 out = 0;
-  for (int i = 0; i < 4; i++) {
-    u32 s = selector >> 4 * i & 15u, byte = (u32)(bytes >> 8 * (s & 7u)) & 255u;
-    if (s & 8u) byte = byte & 128u ? 255u : 0u;
-    out |= byte << 8 * i;
-  }
+  for (int i = 0; i < 4; i++) out |= ((u32)(bytes >> 8 * (selector >> 4 * i & 7u)) & 255u) << 8 * i;
   return out;
 }
 DEVICE u32 multiply_high(u32 a, u32 b) { return (u32)((u64)a * b >> 32); }
