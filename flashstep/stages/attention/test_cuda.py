@@ -374,7 +374,7 @@ def check(case: Case, device: torch.device, random: torch.Generator) -> Forward:
     return forward
 
 
-@pytest.mark.parametrize("heads", [1, 2, 4, 8, 16])
+@pytest.mark.parametrize("heads", [1, 2, 4, 8, 16, 20, 32, 64])
 @pytest.mark.parametrize("ratio", [0, 1, 2])
 def test_heads_and_ratios(device: torch.device, random: torch.Generator, heads: int, ratio: int) -> None:
     requests = [Request(1, 40), Request(2, 7, 2), Request(-1, 0), Request(0, 21)]
@@ -452,6 +452,10 @@ def test_number_of_chosen_entries(device: torch.device, random: torch.Generator,
         (256, Split(4, 16)),
         (512, Split(8, 16)),
         (512, Split(4, 32)),
+        (128, Split(2, 16, 64)),
+        (384, Split(3, 32, 64)),
+        (512, Split(8, 16, 64)),
+        (512, Split(1, 32, 64)),
     ],
 )
 def test_every_split(device: torch.device, random: torch.Generator, head_dim: int, split: Split) -> None:
@@ -567,7 +571,7 @@ def test_plan_covers_every_row_count() -> None:
             shared = cuda.attend_constants(16, 512, 64, 2, 128, others, 0, split)["SHARED"]
             resident = 2 if rows * split.blocks > cuda.MULTIPROCESSORS else 1
             assert resident * (shared + 1024) <= jit.MAX_SHARED + 1024
-    assert cuda.plan(6, 80, 512) == Split(8, 80)
+    assert cuda.plan(6, 80, 512) == Split(8, 80, 32)
 
 
 def test_rope_frequencies_are_those_of_the_reference(device: torch.device) -> None:
@@ -582,6 +586,8 @@ def test_attend_refuses_shapes_that_do_not_fit(random: torch.Generator) -> None:
     forward.q = forward.q[:, 1:]
     with pytest.raises(ValueError, match="q has the shape"):
         forward.launch(CPU)
+    with pytest.raises(ValueError, match="17 heads: at most 16, or a multiple of their groups"):
+        Forward(Case([Request(1, 4)], heads=17), random).launch(CPU)
     forward = Forward(Case([Request(1, 4)], block=1, ratio=1), random)
     with pytest.raises(ValueError, match="not both"):
         forward.launch(CPU)
