@@ -457,6 +457,7 @@ class Plan:
             k_norm=compressor.k_norm,
             frequencies=self._compressed,
             cache=self._cache(number),
+            early=number >= FIRST_EARLY_LAYER,
         )
 
     def _cache(self, source: int) -> indexer.Cache:
@@ -531,6 +532,7 @@ class Plan:
             scratch=scratch,
             chosen=chosen,
             candidates=self._take("candidates", rows.count, config.candidate_topk_blocks, dtype=torch.int32),
+            early=number >= FIRST_EARLY_LAYER,
         )
 
     @property
