@@ -42,7 +42,7 @@ constexpr int LATE = 1 << 30;                              // of a place: writte
 constexpr float KEPT = 5.421010862427522e-20f;             // 2^-64
 
 static_assert(WARP_COLUMNS == 32 || WARP_COLUMNS == 64, "16 or 32 columns of an entry a lane, of one scale of fp8");
-static_assert(HEAD_DIM <= 512 && HEAD_DIM % (2 * WARP_COLUMNS) == 0 && WARPS % SPLIT == 0, "columns");
+static_assert(HEAD_DIM <= 512 && HEAD_DIM % (N_WARPS * WARP_COLUMNS) == 0 && WARPS % SPLIT == 0, "columns");
 static_assert(ENTRIES % 16 == 0, "tiles");
 static_assert(ROPE % 8 == 0 && ROPE <= HEAD_DIM && HEADS <= 16 && ALL_HEADS % OUT_GROUPS == 0, "heads");
 
@@ -61,10 +61,10 @@ struct Shared {
     alignas(16) float scores[K_WARPS][16][SCORES];  // parts of the first product
     Mail mail;                                      // comes when all blocks of the cluster have read their scores
   };
-  alignas(16) bf16 probabilities[16][PROBABILITIES];
+  alignas(16) bf16 probabilities[BUFFERS][16][PROBABILITIES];
   alignas(8) float bias[ENTRIES];  // 0, or -infinity for what is no entry
   int places[PLACES];              // of the block's entries in their caches, or -1; LATE added
-  float rescale[16];
+  float rescale[BUFFERS][16];
   float2 softmax[16];              // of a row that has only this block
   float2 turns[ROPE / 2];          // sine, cosine
   float sink[16];
@@ -141,11 +141,12 @@ DEVICE void load_entries(Raw (&raw)[TILES_OF_WARP], const Attend& p, const Share
   const int column = lane_column();
 #pragma unroll
   for (int i = 0; i < TILES_OF_WARP; i++) {
-    int tile = tile_of_warp(i), place = s.places[chunk * ENTRIES + 8 * tile + lane_id() / 4] & (LATE - 1);
 #pragma unroll
     for (int j = 0; j < LANE_COLUMNS / 4; j++) raw[i].codes[j] = 0;
     raw[i].scales = 0;
+    int tile = tile_of_warp(i);
     if (!is_wanted(s, chunk, tile, late)) continue;
+    int place = s.places[chunk * ENTRIES + 8 * tile + lane_id() / 4] & (LATE - 1);
     tile += rank * BLOCK_TILES + chunk * TILES;
     if (is_fp8(tile)) {
       bool own = BLOCK && tile < OTHER_TILES;
@@ -266,6 +267,7 @@ DEVICE int softmax_head(int round) {
   return HEAD_LANES == 32 ? which : which / 2 * 4 + which % 2 + lane_id() / 16 * 2;
 }
 DEVICE bool has_heads(int round) {  // the same for the warp
+  if (HEADS == 16 && HEADS_AT_ONCE * HEAD_ROUNDS == 16) return true;
   int which = warp_id() + WARPS * round;
   return HEAD_LANES == 32 ? which < HEADS : which < 8 && which / 2 * 4 + which % 2 < HEADS;
 }
@@ -276,7 +278,7 @@ DEVICE float sum_of_head(float x) {
 }
 
 // Probabilities of the chunk against the block's maximum so far; what they replace is scaled by `rescale`.
-DEVICE void soften(Shared& s, Running& running) {
+DEVICE void soften(Shared& s, Running& running, int chunk) {
   int own = lane_id() % HEAD_LANES;
 #pragma unroll
   for (int round = 0; round < HEAD_ROUNDS; round++) {
@@ -307,13 +309,13 @@ DEVICE void soften(Shared& s, Running& running) {
     for (int n = 0; n < PAIRS_OF_LANE; n++) {
       float p0 = exp_fast(x[n].x - against), p1 = exp_fast(x[n].y - against);
       int entry = 2 * (own + HEAD_LANES * n);
-      if (entry < ENTRIES) *(u32*)&s.probabilities[head][entry] = f32x2_to_bf16x2(p0, p1);
+      if (entry < ENTRIES) *(u32*)&s.probabilities[chunk % BUFFERS][head][entry] = f32x2_to_bf16x2(p0, p1);
       sum += p0 + p1;
     }
     float rescale = exp_fast(running.highest[round] - against);
     running.total[round] = running.total[round] * rescale + sum;
     running.highest[round] = highest;
-    if (!WHOLE && own == 0) s.rescale[head] = rescale;
+    if (!WHOLE && own == 0) s.rescale[chunk % BUFFERS][head] = rescale;
   }
 }
 
@@ -325,12 +327,14 @@ struct Output { float d[WARP_PIECES][4]; };
 DEVICE void accumulate(const Shared& s, Output& o, int chunk) {
   int lane = lane_id();
   if (!WHOLE && chunk > 0) {
-    float low = s.rescale[lane / 4], high = s.rescale[lane / 4 + 8];
+    float low = s.rescale[chunk % BUFFERS][lane / 4], high = s.rescale[chunk % BUFFERS][lane / 4 + 8];
+    if (ballot(low != 1.0f || high != 1.0f)) {  // seldom behind the first chunks
 #pragma unroll
-    for (int t = 0; t < WARP_PIECES; t++) o.d[t][0] *= low, o.d[t][1] *= low, o.d[t][2] *= high, o.d[t][3] *= high;
+      for (int t = 0; t < WARP_PIECES; t++) o.d[t][0] *= low, o.d[t][1] *= low, o.d[t][2] *= high, o.d[t][3] *= high;
+    }
   }
   int swap = LANE_PIECES == 4 ? (warp_id() & 1) * 2 : 0;  // as `swapped`
-  const bf16* p = &s.probabilities[lane % 16][lane / 16 * 8];
+  const bf16* p = &s.probabilities[chunk % BUFFERS][lane % 16][lane / 16 * 8];
   const u8* v = s.entries[chunk % BUFFERS][lane % 16] + (WARP_PIECES * warp_id() + lane / 16) * 16;
 #pragma unroll
   for (int group = 0; group < ENTRIES / 16; group++) {
@@ -420,7 +424,14 @@ KERNEL(attend, Attend, THREADS, 2) {
     wait();
     load_query(q, row_q);
   }
+  // Everything that needs only the row is on its way first.
   const int slot = load_l2(p.row_slot + row), position = load_l2(p.row_position + row);
+  const int begin = rank * BLOCK_TILES * 8;
+  bool choice_is_late = OTHERS && !BLOCK && !waited && p.early < 2;
+  auto load_choice = [&](int i) {
+    return i < BLOCK_TILES * 8 && begin + i < p.topk ? load_l2(p.chosen + (i64)row * p.topk + begin + i) : -1;
+  };
+  int choice = OTHERS && !BLOCK && !choice_is_late ? load_choice(thread) : -1;
   if (slot < 0) {
     if (!waited) wait();
     constexpr u32 OWN = COLUMNS / 8;
@@ -439,7 +450,8 @@ KERNEL(attend, Attend, THREADS, 2) {
   v.count = max(0, last + 1 - v.first);
   v.complete = waited ? 0x7FFFFFFF : last + 1 - p.fresh;
   v.others = BLOCK ? BLOCK : p.topk;
-  if (!BLOCK && !waited) {  // the rows of a request are consecutive: how many stand in front of this one
+  if (!BLOCK && !waited && (rank + 1) * BLOCK_TILES > OTHER_TILES) {
+    // The rows of a request are consecutive: how many stand in front of this one.
     int before = 0;
     for (u32 other = 0; !other; before += other ? lowest_bit(other) : 32) {
       int index = row - 1 - before - lane_id();
@@ -447,11 +459,10 @@ KERNEL(attend, Attend, THREADS, 2) {
     }
     v.complete = position - before;
   }
-  bool choice_is_late = OTHERS && !BLOCK && !waited && p.early < 2;
   auto find_places = [&](bool chosen_only) {
 #pragma unroll 1
     for (int i = thread; i < PLACES; i += THREADS) {
-      int which = rank * BLOCK_TILES * 8 + i, place = -1;
+      int which = begin + i, place = -1;
       if (i >= BLOCK_TILES * 8 || which >= ROW_TILES * 8) {
         // behind the block's or the row's entries
       } else if (which >= OTHER_TILES * 8) {
@@ -463,7 +474,7 @@ KERNEL(attend, Attend, THREADS, 2) {
       } else if (BLOCK) {
         if (which < v.others) place = (row - row % (BLOCK ? BLOCK : 1) + which) | (!WHOLE || waited ? 0 : LATE);
       } else if (which < v.others && (which + 1) * p.ratio <= position + 1 && (chosen_only || !choice_is_late)) {
-        int entry = load_l2(p.chosen + (i64)row * p.topk + which);
+        int entry = i == thread ? choice : load_choice(i);
         if (entry >= 0) {
           int page = (int)multiply_high((u32)entry, p.page_inverse), within = entry - page * p.entries_per_page;
           place = load_l2(p.page_table + (i64)slot * p.pages_per_slot + page) * p.entries_per_page + within;
@@ -474,14 +485,14 @@ KERNEL(attend, Attend, THREADS, 2) {
     }
   };
   find_places(false);
-  if (SPLIT > 1 && thread == 0) {
+  if (SPLIT > 1 && thread == THREADS / 2) {
     barrier_init(&s.softmax_is_here, 1);
     barrier_init(&s.outputs_are_here, 1);
     barrier_init_fence();
     barrier_expect(&s.softmax_is_here, SPLIT * HEADS * 8);
     barrier_expect(&s.outputs_are_here, SPLIT * HEADS * SLICES * (2 * WARP_COLUMNS + 4));
   }
-  for (int i = thread; i < ROPE / 2; i += THREADS)
+  for (int i = THREADS - 1 - thread; i < ROPE / 2; i += THREADS)  // by the last warp: the first ones find places
     sincos_of((float)position * p.frequencies[i], s.turns[i].x, s.turns[i].y);
   if (thread < HEADS) s.sink[thread] = p.sink[first_head + thread];
   sync_block();
@@ -495,6 +506,7 @@ KERNEL(attend, Attend, THREADS, 2) {
     wait();
     load_query(q, row_q);
     if (choice_is_late) {
+      choice = load_choice(thread);
       find_places(true);
       sync_block();
     }
@@ -517,13 +529,14 @@ KERNEL(attend, Attend, THREADS, 2) {
     score(s, q, raw, rank, chunk);
     if (chunk + 1 < CHUNKS) load_entries(raw, p, s, rank, chunk + 1, false);  // on their way till the next turn
     sync_block();
-    soften(s, running);
+    if (!WHOLE && chunk > 0) accumulate(s, o, chunk - 1);
+    soften(s, running, chunk);
     // Scores are read for the last time: from here on other blocks may put their outputs in their place.
     if (SPLIT > 1 && chunk == CHUNKS - 1) cluster_arrive_relaxed();
     sync_block();
-    accumulate(s, o, chunk);  // while others fill the other buffer
-    if (WHOLE) break;         // told to the compiler: nothing lives from one chunk to the next
+    if (WHOLE) break;  // told to the compiler: nothing lives from one chunk to the next
   }
+  accumulate(s, o, CHUNKS - 1);
 
   if (SPLIT > 1) cluster_wait();
 #pragma unroll

@@ -197,30 +197,29 @@ def write_window(
 class Split:
     """How a row's entries are shared: `blocks` of a cluster, each taking `entries` at a time (a multiple of 16).
 
-    warp_columns: columns of the output that a warp has, 32 or 64.
+    warp_columns: columns of the output that a warp has, 64, or 32 where those do not make an even number of warps.
     """
 
     blocks: int
     entries: int
-    warp_columns: int = 32
+    warp_columns: int = 64
 
 
 def plan(rows: int, tiles: int, head_dim: int) -> Split:
     """The split for `rows` rows (times groups of heads) that see up to `tiles` tiles of entries each.
 
-    As many blocks a row as keep the launch within three blocks a multiprocessor or have at most six tiles each, but
-    none with less than four tiles or less than 64 columns of the output. A block takes its whole part at once if it is
-    at most 80 entries; of several parts more than 32 at a time would not leave it the registers.
+    As many blocks a row as keep the launch within two blocks a multiprocessor or have at most six tiles each, but none
+    with less than four tiles or less than 64 columns of the output. A block takes its whole part at once if it is at
+    most 80 entries; of several parts more than 32 at a time would not leave it the registers.
     """
-    warps = head_dim // 64
+    warp_columns = 32 if head_dim % 128 else 64
     blocks = 8
     while blocks > 1 and (
-        tiles < 4 * blocks or warps % blocks or (rows * blocks > 3 * MULTIPROCESSORS and tiles > 6 * blocks)
+        tiles < 4 * blocks or head_dim // 64 % blocks or (rows * blocks > 2 * MULTIPROCESSORS and tiles > 6 * blocks)
     ):
         blocks //= 2
     whole = -(-tiles // blocks // 2) * 16
-    alone = rows * blocks <= MULTIPROCESSORS or head_dim % 128
-    return Split(blocks, whole if whole <= MAX_ENTRIES else 32, 32 if alone else 64)
+    return Split(blocks, whole if whole <= MAX_ENTRIES else 32, warp_columns)
 
 
 def count_tiles(window: int, others: int) -> int:
@@ -250,11 +249,12 @@ def attend_constants(
     slices = warps // split.blocks
     tiles = -(-count_tiles(window, others) // split.blocks)
     places = -(-8 * tiles // split.entries) * split.entries
+    buffers = 1 if places == split.entries else 2
     scores = 4 * (warps // 2) * 16 * (split.entries + 8)
     mail = split.blocks * heads * ((2 * split.warp_columns + 4) * slices + 8)
-    shared = (1 if places == split.entries else 2) * split.entries * (2 * head_dim + 16) + max(scores, mail + 16)
-    shared += 32 * (split.entries + 8)
-    shared += 4 * split.entries + 4 * places + 64 + 128 + 4 * rope + 64 + 64
+    shared = buffers * split.entries * (2 * head_dim + 16) + max(scores, mail + 16)
+    shared += buffers * (32 * (split.entries + 8) + 64)
+    shared += 4 * split.entries + 4 * places + 128 + 4 * rope + 64 + 64
     return {
         "HEADS": heads,
         "HEAD_GROUPS": groups,

@@ -181,7 +181,7 @@ class Case:
     page_entries: int = 5
     base: float = PLAIN
     block: int = 0
-    split: Split | None = field(default_factory=lambda: Split(2, 16))
+    split: Split | None = field(default_factory=lambda: Split(2, 16, 32))
     early: Early = Early.NOTHING
     sink: list[float] | None = None
     flat: bool = False  # all scores 0
@@ -442,20 +442,19 @@ def test_number_of_chosen_entries(device: torch.device, random: torch.Generator,
 @pytest.mark.parametrize(
     ("head_dim", "split"),
     [
-        (64, Split(1, 16)),
-        (64, Split(1, 80)),
-        (128, Split(1, 32)),
+        (64, Split(1, 16, 32)),
+        (64, Split(2, 80, 32)),
+        (128, Split(1, 32, 32)),
         (128, Split(2, 16)),
         (128, Split(2, 48)),
-        (192, Split(3, 16)),
+        (192, Split(3, 16, 32)),
         (256, Split(2, 32)),
-        (256, Split(4, 16)),
+        (256, Split(4, 16, 32)),
         (512, Split(8, 16)),
-        (512, Split(4, 32)),
-        (128, Split(2, 16, 64)),
-        (384, Split(3, 32, 64)),
-        (512, Split(8, 16, 64)),
-        (512, Split(1, 32, 64)),
+        (512, Split(4, 32, 32)),
+        (384, Split(3, 32)),
+        (512, Split(8, 80)),
+        (512, Split(1, 32)),
     ],
 )
 def test_every_split(device: torch.device, random: torch.Generator, head_dim: int, split: Split) -> None:
@@ -571,7 +570,7 @@ def test_plan_covers_every_row_count() -> None:
             shared = cuda.attend_constants(16, 512, 64, 2, 128, others, 0, split)["SHARED"]
             resident = 2 if rows * split.blocks > cuda.MULTIPROCESSORS else 1
             assert resident * (shared + 1024) <= jit.MAX_SHARED + 1024
-    assert cuda.plan(6, 80, 512) == Split(8, 80, 32)
+    assert cuda.plan(6, 80, 512) == Split(8, 80)
 
 
 def test_rope_frequencies_are_those_of_the_reference(device: torch.device) -> None:
