@@ -18,6 +18,7 @@ constexpr int WORDS = INDEX_HEAD_DIM / 32;         // of 8 columns that a lane h
 constexpr int SCALES = INDEX_HEAD_DIM / 32;        // of a key
 constexpr int QUERY_PIECES = COLUMN_TILES * WORDS * 32;  // of 16 bytes, of a row's queries
 constexpr int QUERY_GAIN = 64, KEY_GAIN = -64;     // exponents: neither operand leaves bf16
+constexpr int UNROLL = ROLE == SOURCE ? 1 : 2;     // tiles of heads: more would spill
 static_assert(WORDS == 1 || WORDS == 2 || WORDS == 4, "a lane's part of a key is one load");
 
 struct Shared {
@@ -171,7 +172,7 @@ DEVICE void score_tile(const Score& p, const Shared& s, const Group& group, cons
   int lane = lane_id(), q = lane % 4, stride = stride_of(group);
   for (int r = first_row; r < group.rows; r += step) {
     float sum[4] = {};  // of this lane's heads, for entries lane / 4 + 8 i
-#pragma unroll 2  // all four would spill
+#pragma unroll UNROLL
     for (int n = 0; n < COLUMN_TILES; n++) {
       float d[2][4] = {};
 #pragma unroll
