@@ -130,45 +130,44 @@ struct Visible {
 
 DEVICE int tile_of_warp(int i) { return i * N_WARPS + warp_id() / K_WARPS; }  // in a chunk
 
-// Whether the lane's entry of a tile of the chunk is there, and late or not as wanted.
-DEVICE bool is_wanted(const Shared& s, int chunk, int tile, bool late) {
-  int place = s.places[chunk * ENTRIES + 8 * tile + lane_id() / 4];
-  return place >= 0 && ((place & LATE) != 0) == late;
+// The place of the lane's entry of a tile of the chunk.
+DEVICE int place_of_lane(const Shared& s, int chunk, int tile) {
+  return s.places[chunk * ENTRIES + 8 * tile + lane_id() / 4];
+}
+DEVICE bool is_late(int place) { return place >= LATE; }
+
+template <bool FP8> DEVICE void load_entry(Raw& raw, const Attend& p, int place, bool own) {
+  const int column = lane_column();
+  if (FP8) {
+    load_codes<LANE_COLUMNS / 4>(raw.codes, (own ? p.own_codes : p.window_codes) + (i64)place * HEAD_DIM + column);
+    raw.scales = load_byte_l2((own ? p.own_scales : p.window_scales) + (i64)place * (HEAD_DIM / 32) + column / 32);
+  } else {
+    load_codes<LANE_COLUMNS / 8>(raw.codes, p.entry_codes + (i64)place * (HEAD_DIM / 2) + column / 2);
+    const u8* scales = p.entry_scales + (i64)place * (HEAD_DIM / 16) + column / 16;
+    raw.scales = LANE_PIECES == 4 ? load_l2((const u16*)scales) : load_byte_l2(scales) * 0x101u;
+  }
 }
 
-// Load the warp's tiles of a chunk: entries whose place is `LATE`, or those whose place is not. What is not there is 0.
+// Load the warp's tiles of a chunk: entries that are late, or the others. For what is not there (yet) the one at place 0
+// is taken: whatever its bytes, it becomes something finite, which counts for nothing.
 DEVICE void load_entries(Raw (&raw)[TILES_OF_WARP], const Attend& p, const Shared& s, int rank, int chunk, bool late) {
-  const int column = lane_column();
 #pragma unroll
   for (int i = 0; i < TILES_OF_WARP; i++) {
-#pragma unroll
-    for (int j = 0; j < LANE_COLUMNS / 4; j++) raw[i].codes[j] = 0;
-    raw[i].scales = 0;
-    int tile = tile_of_warp(i);
-    if (!is_wanted(s, chunk, tile, late)) continue;
-    int place = s.places[chunk * ENTRIES + 8 * tile + lane_id() / 4] & (LATE - 1);
-    tile += rank * BLOCK_TILES + chunk * TILES;
-    if (is_fp8(tile)) {
-      bool own = BLOCK && tile < OTHER_TILES;
-      load_codes<LANE_COLUMNS / 4>(raw[i].codes, (own ? p.own_codes : p.window_codes) + (i64)place * HEAD_DIM + column);
-      raw[i].scales =
-          load_byte_l2((own ? p.own_scales : p.window_scales) + (i64)place * (HEAD_DIM / 32) + column / 32);
-    } else {
-      load_codes<LANE_COLUMNS / 8>(raw[i].codes, p.entry_codes + (i64)place * (HEAD_DIM / 2) + column / 2);
-      const u8* scales = p.entry_scales + (i64)place * (HEAD_DIM / 16) + column / 16;
-      raw[i].scales = LANE_PIECES == 4 ? load_l2((const u16*)scales) : load_byte_l2(scales) * 0x101u;
-    }
+    int place = place_of_lane(s, chunk, tile_of_warp(i)), tile = rank * BLOCK_TILES + chunk * TILES + tile_of_warp(i);
+    if (late && !is_late(place)) continue;
+    place = late ? place - LATE : is_late(place) ? 0 : max(place, 0);
+    if (is_fp8(tile)) load_entry<true>(raw[i], p, place, BLOCK && tile < OTHER_TILES);
+    else load_entry<false>(raw[i], p, place, false);
   }
 }
 
 // Twice 2^56 or 2^62 of the scales of a lane's codes.
-DEVICE u32 expand_scales(u32 scales, bool fp8) {
-  return fp8 ? (min(scales, 198u) + 56u) * 0x00800080u
-             : multiply_bf16x2(e4m3x2_to_bf16x2(scales), 0x5E805E80u);  // 2^62
+template <bool FP8> DEVICE u32 expand_scales(u32 scales) {
+  return FP8 ? (min(scales, 198u) + 56u) * 0x00800080u : multiply_bf16x2(e4m3x2_to_bf16x2(scales), 0x5E805E80u);
 }
 // Piece `j` of the lane's.
-DEVICE uint4 expand_piece(const Raw& raw, u32 scales, bool fp8, int j) {
-  return fp8 ? expand_fp8(raw.codes[2 * j], raw.codes[2 * j + 1], scales)
+template <bool FP8> DEVICE uint4 expand_piece(const Raw& raw, u32 scales, int j) {
+  return FP8 ? expand_fp8(raw.codes[2 * j], raw.codes[2 * j + 1], scales)
              : expand_fp4(raw.codes[j], permute_bytes(scales, 0, j < 2 ? 0x1010 : 0x3232));
 }
 
@@ -179,16 +178,21 @@ DEVICE u8* lane_pieces(Shared& s, int chunk, int tile) {
 }
 DEVICE int swapped(int j) { return LANE_PIECES == 4 ? 16 * (j ^ (lane_id() & 2)) : 16 * j; }
 
-// Entries of a whole block, to shared memory: those that are late, or the others and zeros for what is not there.
+// The lane's entry of a tile, to shared memory.
+template <bool FP8> DEVICE void store_entry(const Raw& raw, u8* to) {
+  u32 scales = expand_scales<FP8>(raw.scales);
+#pragma unroll
+  for (int j = 0; j < LANE_PIECES; j++) *(uint4*)(to + swapped(j)) = expand_piece<FP8>(raw, scales, j);
+}
+
+// Entries of a whole block: those that are late, or all for now.
 DEVICE void store_entries(Shared& s, const Raw (&raw)[TILES_OF_WARP], int rank, bool late) {
 #pragma unroll
   for (int i = 0; i < TILES_OF_WARP; i++) {
-    if (late && !is_wanted(s, 0, tile_of_warp(i), true)) continue;
-    bool fp8 = is_fp8(rank * BLOCK_TILES + tile_of_warp(i));
-    u32 scales = expand_scales(raw[i].scales, fp8);
+    if (late && !is_late(place_of_lane(s, 0, tile_of_warp(i)))) continue;
     u8* to = lane_pieces(s, 0, tile_of_warp(i));
-#pragma unroll
-    for (int j = 0; j < LANE_PIECES; j++) *(uint4*)(to + swapped(j)) = expand_piece(raw[i], scales, fp8, j);
+    if (is_fp8(rank * BLOCK_TILES + tile_of_warp(i))) store_entry<true>(raw[i], to);
+    else store_entry<false>(raw[i], to);
   }
 }
 
@@ -232,27 +236,31 @@ DEVICE void arrange_query(Query& q, const Shared& s) {
   }
 }
 
-// The warp's part of the scores of a chunk. Of a whole block the lanes find the entries where they have put them
-// (`store_entries`), else they put them there for the second product.
+// The warp's part of the scores of a tile: of entries l / 4 of heads by the first product. Of a whole block the lanes find
+// the entries where they have put them (`store_entries`), else they put them there for the second product.
+template <bool FP8> DEVICE void score_tile(float (&d)[2][4], const Query& q, const Raw& raw, u8* pieces) {
+  u32 scales = WHOLE ? 0 : expand_scales<FP8>(raw.scales);
+#pragma unroll
+  for (int j = 0; j < LANE_PIECES; j++) {
+    uint4 words = WHOLE ? *(const uint4*)(pieces + swapped(j)) : expand_piece<FP8>(raw, scales, j);
+    if (!WHOLE) *(uint4*)(pieces + swapped(j)) = words;
+    mma_bf16(d[0], q.words[j][0][0], q.words[j][0][1], q.words[j][1][0], q.words[j][1][1], words.x, words.y);
+    mma_bf16(d[1], q.words[j][2][0], q.words[j][2][1], q.words[j][3][0], q.words[j][3][1], words.z, words.w);
+  }
+}
+
 DEVICE void score(Shared& s, const Query& q, const Raw (&raw)[TILES_OF_WARP], int rank, int chunk) {
   int g = lane_id() / 4, quad = lane_id() % 4, k_warp = warp_id() % K_WARPS;
 #pragma unroll
   for (int i = 0; i < TILES_OF_WARP; i++) {
     int own = tile_of_warp(i);
-    bool fp8 = is_fp8(rank * BLOCK_TILES + chunk * TILES + own);
-    u32 scales = WHOLE ? 0 : expand_scales(raw[i].scales, fp8);
     u8* pieces = lane_pieces(s, chunk, own);
-    float even[4] = {0.0f, 0.0f, 0.0f, 0.0f}, odd[4] = {0.0f, 0.0f, 0.0f, 0.0f};
-#pragma unroll
-    for (int j = 0; j < LANE_PIECES; j++) {
-      uint4 words = WHOLE ? *(const uint4*)(pieces + swapped(j)) : expand_piece(raw[i], scales, fp8, j);
-      if (!WHOLE) *(uint4*)(pieces + swapped(j)) = words;
-      mma_bf16(even, q.words[j][0][0], q.words[j][0][1], q.words[j][1][0], q.words[j][1][1], words.x, words.y);
-      mma_bf16(odd, q.words[j][2][0], q.words[j][2][1], q.words[j][3][0], q.words[j][3][1], words.z, words.w);
-    }
-    *(float2*)&s.scores[k_warp][g][8 * own + 2 * quad] = make_float2(even[0] + odd[0], even[1] + odd[1]);
-    *(float2*)&s.scores[k_warp][g + 8][8 * own + 2 * quad] = make_float2(even[2] + odd[2], even[3] + odd[3]);
-    if (k_warp == 0 && quad == 0) s.bias[8 * own + g] = s.places[chunk * ENTRIES + 8 * own + g] < 0 ? never() : 0.0f;
+    float d[2][4] = {};  // two chains, for the products' latency
+    if (!WHOLE && is_fp8(rank * BLOCK_TILES + chunk * TILES + own)) score_tile<true>(d, q, raw[i], pieces);
+    else score_tile<false>(d, q, raw[i], pieces);
+    *(float2*)&s.scores[k_warp][g][8 * own + 2 * quad] = make_float2(d[0][0] + d[1][0], d[0][1] + d[1][1]);
+    *(float2*)&s.scores[k_warp][g + 8][8 * own + 2 * quad] = make_float2(d[0][2] + d[1][2], d[0][3] + d[1][3]);
+    if (k_warp == 0 && quad == 0) s.bias[8 * own + g] = place_of_lane(s, chunk, own) < 0 ? never() : 0.0f;
   }
 }
 
