@@ -172,8 +172,8 @@ class Plan:
         chosen: tuple[Tensor, int] | None = None
         for number, layer in enumerate(weights.layers):
             launches += self._low(number, rows)
-            launches += self._compress(number, rows)
             launches += self._queries(number, rows)
+            launches += self._compress(number, rows)  # behind them, so that its weight comes while they run
             if layer.index_query is not None:
                 chosen = (self._take("chosen", count, config.index_topk, dtype=torch.int32), number)
                 launches += self._choose(number, rows, chosen[0])

@@ -1,8 +1,9 @@
 // Compressor of a KV source (section 6): what the rows of a forward add to the raw ring, the compressed cache and the
 // index keys.
 //
-// A block takes eight rows, two warps each, so that the index keys of all eight are one product per piece of wk. wk is
-// in the warps' registers before the wait for the kernel in front: it is most of what this kernel reads.
+// A block takes eight rows, two warps each, so that the index keys of all eight are one product per piece of wk. wk comes
+// into shared memory before the wait for the kernel in front: it is most of what this kernel reads. In registers it would
+// keep the block from starting beside others.
 #include "common.cuh"
 
 // Constants: HEAD_DIM, INDEX_HEAD_DIM, ROPE_DIMS, RATIO, ENTRIES_PER_PAGE, RMS_EPS.
@@ -15,12 +16,16 @@ constexpr int PAIRS = (HALF_PAIRS + 31) / 32;    // of a lane: lane, lane + 32, 
 constexpr int KEY_PAIRS = (INDEX_HEAD_DIM + 63) / 64;
 constexpr int STEPS = HEAD_DIM / 32;             // of the product's sum, in a half
 constexpr int TILES = INDEX_HEAD_DIM / 16;       // of the product's outputs: warps t and t + 8 have a half of K each
+constexpr u32 WK_BYTES = TILES * 2 * STEPS * 512;
+constexpr u32 COPY_BYTES = 16384;
 
 struct Shared {
+  alignas(128) uint4 wk[TILES][2][STEPS][32];    // units as common.cuh describes them
   u32 latent[ROWS][HEAD_DIM / 2 + 4];            // bf16 pairs; the padding spreads a column's rows over the banks
   float key[2][ROWS][INDEX_HEAD_DIM];
   float2 turns[ROWS][ROPE_DIMS / 2];             // cosine and sine at the rows' entries
   float squares[2][ROWS];
+  alignas(8) u64 ready;
 };
 
 DEVICE int half() { return warp_id() / ROWS; }
@@ -132,15 +137,17 @@ DEVICE void write_key(const Compress& p, const float* first, const float* second
   }
 }
 
-KERNEL(compress, Compress, WARPS * 32, 1) {
+KERNEL(compress, Compress, WARPS * 32, 2) {
   launch_dependents();
   Shared& s = *(Shared*)shared_memory();
+  if (threadIdx.x == 0) {
+    barrier_init(&s.ready, 1);
+    barrier_init_fence();
+    barrier_expect(&s.ready, WK_BYTES);
+    for (u32 at = 0; at < WK_BYTES; at += COPY_BYTES)
+      bulk_copy((u8*)s.wk + at, (const u8*)p.wk + at, min(WK_BYTES - at, COPY_BYTES), &s.ready);
+  }
   int lane = lane_id(), which = warp_id() % ROWS, row = (int)blockIdx.x * ROWS + which;
-  uint4 wk[STEPS];  // units as common.cuh describes them
-#pragma unroll
-  for (int i = 0; i < STEPS; i++)
-    wk[i] = which < TILES ? load_stream((const uint4*)p.wk + ((which * 2 + half()) * STEPS + i) * 32 + lane)
-                          : make_uint4(0, 0, 0, 0);
   u32 norm[PAIRS], k_norm[KEY_PAIRS];  // bf16 pairs of the lane's columns
 #pragma unroll
   for (int j = 0; j < PAIRS; j++) norm[j] = has_pair(j) ? ((const u32*)p.norm)[pair_of_lane(j)] : 0;
@@ -186,14 +193,17 @@ KERNEL(compress, Compress, WARPS * 32, 1) {
 #pragma unroll
   for (int j = 0; j < PAIRS; j++)
     if (has_pair(j)) s.latent[which][pair_of_lane(j)] = f32x2_to_bf16x2(latent[j].x, latent[j].y);
-  sync_block();
+  sync_block();  // the barrier's initialization is visible to all, too
+  barrier_wait(&s.ready, 0);
 
   if (which < TILES) {
     const u32* column = s.latent[lane / 4] + half() * HALF_PAIRS + lane % 4;
     float d[2][4] = {};  // two chains, for the products' latency
 #pragma unroll
-    for (int step = 0; step < STEPS; step++)
-      mma_bf16(d[step % 2], wk[step].x, wk[step].y, wk[step].z, wk[step].w, column[step * 8], column[step * 8 + 4]);
+    for (int step = 0; step < STEPS; step++) {
+      uint4 a = s.wk[which][half()][step][lane];
+      mma_bf16(d[step % 2], a.x, a.y, a.z, a.w, column[step * 8], column[step * 8 + 4]);
+    }
     int output = which * 16 + lane / 4, n = lane % 4 * 2;
 #pragma unroll
     for (int i = 0; i < 4; i++) s.key[half()][n + i % 2][output + i / 2 * 8] = d[0][i] + d[1][i];

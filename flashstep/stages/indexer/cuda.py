@@ -501,7 +501,9 @@ def _role(config: ModelConfig, layer: int) -> int:
 
 
 def _compress_shared(config: ModelConfig) -> int:
-    return _COMPRESS_ROWS * (config.head_dim // 2 + 4 + 2 * config.index_head_dim + config.qk_rope_head_dim + 2) * 4
+    wk = config.index_head_dim * config.head_dim * 2
+    row = (config.head_dim // 2 + 4 + 2 * config.index_head_dim + config.qk_rope_head_dim + 2) * 4
+    return _round_up(wk + _COMPRESS_ROWS * row + 8, 128)
 
 
 def _score_shared(config: ModelConfig, role: int) -> int:
