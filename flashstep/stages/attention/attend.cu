@@ -155,7 +155,7 @@ DEVICE void load_entries(Raw (&raw)[TILES_OF_WARP], const Attend& p, const Share
   for (int i = 0; i < TILES_OF_WARP; i++) {
     int place = place_of_lane(s, chunk, tile_of_warp(i)), tile = rank * BLOCK_TILES + chunk * TILES + tile_of_warp(i);
     if (late && !is_late(place)) continue;
-    place = late ? place - LATE : is_late(place) ? 0 : max(place, 0);
+    place = late ? place - LATE : WHOLE && is_late(place) ? 0 : max(place, 0);
     if (is_fp8(tile)) load_entry<true>(raw[i], p, place, BLOCK && tile < OTHER_TILES);
     else load_entry<false>(raw[i], p, place, false);
   }
@@ -506,10 +506,10 @@ KERNEL(attend, Attend, THREADS, 2) {
   sync_block();
 
   Raw raw[TILES_OF_WARP];
-  if (WHOLE) {
-    load_entries(raw, p, s, rank, 0, false);
-    store_entries(s, raw, rank, false);
-  }
+  // Of a part that comes in chunks, the first one may be on its way if all of it was chosen before.
+  const bool ahead = WHOLE || (!waited && OTHERS && !BLOCK && !choice_is_late && rank * BLOCK_TILES + TILES <= OTHER_TILES);
+  if (ahead) load_entries(raw, p, s, rank, 0, false);
+  if (WHOLE) store_entries(s, raw, rank, false);
   if (!waited) {
     wait();
     load_query(q, row_q);
@@ -523,7 +523,7 @@ KERNEL(attend, Attend, THREADS, 2) {
       store_entries(s, raw, rank, true);
     }
   }
-  if (!WHOLE) load_entries(raw, p, s, rank, 0, false);
+  if (!ahead) load_entries(raw, p, s, rank, 0, false);
   arrange_query(q, s);
 
   Output o;

@@ -392,20 +392,27 @@ def test_released_window(device: torch.device, random: torch.Generator, start: i
     check(Case([Request(1, start, 2)], window=128, ring=134, head_dim=256, split=Split(4, 32)), device, random)
 
 
+IN_CHUNKS, WHOLE = Split(2, 16, 32), Split(2, 32, 32)  # of 24 chosen entries and a window of 16
+
+
+@pytest.mark.parametrize("split", [IN_CHUNKS, WHOLE])
 @pytest.mark.parametrize("early", list(Early))
 @pytest.mark.parametrize("start", [0, 3, 30, 100])
-def test_reading_early_changes_no_bit(device: torch.device, random: torch.Generator, early: Early, start: int) -> None:
+def test_reading_early_changes_no_bit(
+    device: torch.device, random: torch.Generator, early: Early, start: int, split: Split
+) -> None:
     # Three rows of a request in front of the last one: their entries are of this forward.
-    case = Case([Request(2, 5), Request(1, start, 4), Request(0, 64, 2)], ratio=1, early=early)
+    case = Case([Request(2, 5), Request(1, start, 4), Request(0, 64, 2)], ratio=1, early=early, split=split)
     forward = check(case, device, random)
     early_bits = forward.run(device)
     forward.case.early = Early.NOTHING
     assert torch.equal(early_bits.view(torch.int16), forward.run(device).view(torch.int16))
 
 
-def test_entries_of_this_forward_are_seen(device: torch.device, random: torch.Generator) -> None:
+@pytest.mark.parametrize("split", [IN_CHUNKS, WHOLE])
+def test_entries_of_this_forward_are_seen(device: torch.device, random: torch.Generator, split: Split) -> None:
     # They are written by the kernel in front: reading them before it has ended would find NaN (on a GPU).
-    forward = Forward(Case([Request(1, 60, 6), Request(0, 3, 4)], early=Early.STATE), random)
+    forward = Forward(Case([Request(1, 60, 6), Request(0, 3, 4)], early=Early.STATE, ratio=1, split=split), random)
     launch, out = forward.launch(device)
     codes, scales = launch.fields["window_codes"], launch.fields["window_scales"]
     low = latents((forward.rows, forward.case.head_dim), random).to(device)
