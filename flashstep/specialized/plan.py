@@ -172,8 +172,8 @@ class Plan:
         chosen: tuple[Tensor, int] | None = None
         for number, layer in enumerate(weights.layers):
             launches += self._low(number, rows)
-            launches += self._compress(number, rows)
             launches += self._queries(number, rows)
+            launches += self._compress(number, rows)  # behind them, so that its weight comes while they run
             if layer.index_query is not None:
                 chosen = (self._take("chosen", count, config.index_topk, dtype=torch.int32), number)
                 launches += self._choose(number, rows, chosen[0])
@@ -461,6 +461,7 @@ class Plan:
             k_norm=compressor.k_norm,
             frequencies=self._compressed,
             cache=self._cache(number),
+            early=number >= FIRST_EARLY_LAYER,
         )
 
     def _cache(self, source: int) -> indexer.Cache:
@@ -535,6 +536,7 @@ class Plan:
             scratch=scratch,
             chosen=chosen,
             candidates=self._take("candidates", rows.count, config.candidate_topk_blocks, dtype=torch.int32),
+            early=number >= FIRST_EARLY_LAYER,
         )
 
     @property
