@@ -73,8 +73,8 @@ template <bool FP4, int COLUMNS, int REAL, int COUNT> struct Batch {
   float d[COUNT][4];
   u32 scales[WORDS][2];
 
-  // Start the products of groups `first`.. of `piece`; `b` are the operand's codes of that piece.
-  METHOD void start(const u8* piece, const u8* b, int first, int warp, int lane) {
+  // Start the products of groups `first`.. of `piece`; `b` are the operand's codes of that piece, `descriptor` is theirs.
+  METHOD void start(const u8* piece, const u8* b, u64 descriptor, int first, int warp, int lane) {
     uint4 units[UNITS];
     load_units(units, piece + first * (FP4 ? 1024 : 2048), warp, lane);
     int row = warp * 16 + (lane >> 2);
@@ -99,7 +99,7 @@ template <bool FP4, int COLUMNS, int REAL, int COUNT> struct Batch {
 #pragma unroll
       for (int g = 0; g < COUNT; g++)
         if (first + g < REAL)
-          wgmma_e4m3(d[g], a[g][0], a[g][1], a[g][2], a[g][3], wgmma_descriptor(b + (first + g) * 256));
+          wgmma_e4m3(d[g], a[g][0], a[g][1], a[g][2], a[g][3], wgmma_further(descriptor, (first + g) * 256));
       wgmma_commit();
 #endif
     } else {
@@ -145,11 +145,20 @@ template <bool FP4, int COLUMNS, int REAL, int NUM>
 DEVICE void product(float (&acc)[4], const u8* stage, const u8* b, const float* b_scales, int warp, int lane) {
   typedef Piece<FP4, COLUMNS> P;
   constexpr int COUNT = batch_of<COLUMNS / 32>(), PER_PIECE = (REAL + COUNT - 1) / COUNT, BATCHES = NUM * PER_PIECE;
+  u64 descriptor = 0;
+#ifdef HAS_WGMMA
+  // Shuffled, a value is the warp's in the eyes of the compiler: what follows from it stays in uniform registers.
+  if constexpr (USE_WGMMA) descriptor = shuffle(wgmma_descriptor(b), 0);
+#endif
 #pragma unroll
   for (int i = 0; i < BATCHES; i++) {
-    int piece = i / PER_PIECE, first = i % PER_PIECE * COUNT;
+    int piece = i / PER_PIECE, first = i % PER_PIECE * COUNT, at = piece * REAL * 256;
     Batch<FP4, COLUMNS, REAL, COUNT> batch;
-    batch.start(stage + piece * P::BYTES, b + piece * REAL * 256, first, warp, lane);
+    u64 further = descriptor;
+#ifdef HAS_WGMMA
+    if constexpr (USE_WGMMA) further = wgmma_further(descriptor, at);
+#endif
+    batch.start(stage + piece * P::BYTES, b + at, further, first, warp, lane);
 #ifdef HAS_WGMMA
     if constexpr (USE_WGMMA) wgmma_wait<0>();
 #endif
