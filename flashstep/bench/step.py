@@ -191,7 +191,7 @@ class _Bench:
 
     def _distinct_experts(self) -> float | None:
         """Routed pairs of the last backbone layer in the last replay (a pair is an expert where rows are few)."""
-        lists = [launch.fields["list"] for launch in self.launches if launch.name == "gate_up"]
+        lists = [launch.fields["list"] for launch in self.launches if launch.name in ("experts", "gate_up")]
         found: Tensor | None = lists[-1 - self.config.num_nextn_predict_layers] if lists else None
         return None if found is None else float(found[0])
 

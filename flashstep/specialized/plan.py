@@ -83,8 +83,8 @@ class Arena:
 class Plan:
     """Chains of launches over one rank's weights and one state.
 
-    Boundaries read early (`mixes_early`): gate_up and attend start their followers only behind their own wait, so what
-    the kernels in front of them wrote is complete when a boundary starts.
+    Boundaries read early (`mixes_early`): experts, gate_up and attend start their followers only behind their own
+    wait, so what the kernels in front of them wrote is complete when a boundary starts.
 
     With `world` above 1 and no peers, the rank's partial sums are looped back into every slab of its own mailboxes:
     the traffic of a rank, not its values.
