@@ -4,8 +4,8 @@
 
 Runs the bundled model for a few steps under each tool: two requests, one greedy and one that samples with filters, with
 drafts. Needs a GPU and compute-sanitizer, which comes with the CUDA toolkit. Ends with status 1 where a tool reports
-anything of our kernels or does not come to its end. Calls of the driver that fail are not reported: torch probes with some, and ours
-raise by themselves.
+anything of our kernels or does not come to its end. Calls of the driver that fail are not reported: torch probes with
+some, and ours raise by themselves.
 
 racecheck knows of an mbarrier's arrival only what the arriving thread wrote. Where the lanes of a warp write, meet in
 sync_warp, and one of them arrives for all, it reports a race; the memory model has none there (the meeting orders the
