@@ -136,14 +136,14 @@ DEVICE int tile_of_warp(int i) { return i * N_WARPS + warp_id() / K_WARPS; }  //
 DEVICE int lane_entry(int chunk, int tile) { return chunk * ENTRIES + 8 * tile + lane_id() / 4; }
 DEVICE bool is_late(int place) { return place >= LATE; }
 
-// Load the warp's tiles of a chunk: all entries, or once more those that are late. For what is not there the one at place
-// 0 is taken: whatever its bytes, it becomes something finite, which counts for nothing.
+// Load the warp's tiles of a chunk: all entries, or once more those that are late. For what is not there the lane keeps
+// what it had: any codes and scales become something finite, and it counts for nothing.
 DEVICE void load_entries(Raw (&raw)[TILES_OF_WARP], const Shared& s, int rank, int chunk, bool late) {
   const int column = lane_column();
 #pragma unroll
   for (int i = 0; i < TILES_OF_WARP; i++) {
     int entry = lane_entry(chunk, tile_of_warp(i));
-    if (late && !is_late(s.places[entry])) continue;
+    if (late ? !is_late(s.places[entry]) : s.places[entry] < 0) continue;
     Source from = s.sources[entry];
     bool fp8 = is_fp8(rank * BLOCK_TILES + chunk * TILES + tile_of_warp(i));
     const u8 *codes = from.codes + (fp8 ? column : column / 2), *scales = from.scales + (fp8 ? column / 32 : column / 16);
@@ -505,12 +505,13 @@ KERNEL(attend, Attend, THREADS, 2) {
   if (thread < HEADS) s.sink[thread] = p.sink[first_head + thread];
   sync_block();
 
-  Raw raw[TILES_OF_WARP];
+  Raw raw[TILES_OF_WARP] = {};
   // Of a part that comes in chunks, the first one may be on its way if all of it was chosen before.
   const bool ahead = WHOLE || (!waited && OTHERS && !BLOCK && !choice_is_late && rank * BLOCK_TILES + TILES <= OTHER_TILES);
   if (ahead) load_entries(raw, s, rank, 0, false);
   if (WHOLE) store_entries(s, raw, rank, false);
   if (!waited) {
+    if (choice_is_late) sync_block();  // all have read the places that are found again
     wait();
     load_query(q, row_q);
     if (choice_is_late) {
