@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
     ceiling = read_ceiling_tb_s()
     record: dict[str, Any] = {
         "command": "flashstep " + " ".join(sys.argv[1:]),
-        "machine": _machine(),
+        "machine": machine(),
         "settings": {"world": args.world, "num_layers": config.num_hidden_layers, "replays": args.replays},
         "weights_s": loaded_s,
         "read_ceiling_tb_s": ceiling,
@@ -237,7 +237,8 @@ def _check(args: argparse.Namespace) -> None:
         raise ValueError("; ".join(problems))
 
 
-def _machine() -> dict[str, str]:
+def machine() -> dict[str, str]:
+    """What a record says of the device and the software."""
     properties = torch.cuda.get_device_properties(0)
     commit = subprocess.run(
         ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"], capture_output=True, text=True

@@ -10,6 +10,7 @@ Read `flashstep/model.py` first: this is the same order of things, with what sta
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -51,6 +52,14 @@ class Peers(Protocol):
         """The ranks' parts side by side in the last dimension, on rank 0 at least."""
 
 
+# Told the name of each stage in front of its first launch
+Mark = Callable[[str], None]
+
+
+def unmarked(stage: str) -> None:
+    """The mark that notes nothing."""
+
+
 class Alone:
     """The peers of a single rank."""
 
@@ -85,15 +94,14 @@ class PortableModel:
         self.weights, self.config, self.device = weights, weights.config, weights.device
         self.num = Numerics()
         self.peers = Alone() if peers is None else peers
+        self.mark: Mark = unmarked
         self.token_map = token_map.to(self.device)
         config = self.config
         self._ids = self.token_map.int()
         self._pad = int(token_map[config.engram_pad_token_id])
         self._plain = rope_frequencies(config, compressed=False, device=self.device)
         self._compressed = rope_frequencies(config, compressed=True, device=self.device)
-        self._hash = (
-            Hash.of(config, weights.rank, weights.world, self.device) if config.engram_layer_ids else None
-        )
+        self._hash = Hash.of(config, weights.rank, weights.world, self.device) if config.engram_layer_ids else None
         self._wk = {
             number: unpack_wk(layer.compressor.wk)
             for number, layer in enumerate(weights.layers)
@@ -108,7 +116,9 @@ class PortableModel:
         """
         config, layers = self.config, self.weights.layers
         state.check(rows)
+        self.mark("start")
         run = self._begin(state, rows)
+        self.mark("engram")
         codes = self._engram_rows(run, rows.tokens)
         taps = torch.empty(
             len(rows.tokens),
@@ -116,6 +126,7 @@ class PortableModel:
             dtype=torch.bfloat16,
             device=self.device,
         )
+        self.mark("boundary")
         stream = boundary.embed(rows.tokens, self.weights.embedding, config)
         sublayer: Sublayer | None = None  # what the stream still lacks
         for number, layer in enumerate(layers):
@@ -130,6 +141,7 @@ class PortableModel:
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits float32 of `Output.hidden` [rows, hidden]: [rows, vocab] on rank 0, elsewhere the rank's columns."""
+        self.mark("head")
         return self.peers.gather(head.logits(hidden, self.weights.head))
 
     # -- parts of the forward -------------------------------------------------------------------------------------
@@ -181,6 +193,7 @@ class PortableModel:
     ) -> tuple[Tensor, Input]:
         """The stream that enters layer `number`, behind its Engram, and the input of its attention."""
         config, layer = self.config, self.weights.layers[number]
+        self.mark("boundary")
         tap = None
         if number in config.dspark_target_layer_ids:
             tap = Taps(taps, config.dspark_target_layer_ids.index(number) * config.hidden_size)
@@ -190,19 +203,23 @@ class PortableModel:
         if sublayer is not None:
             stream = boundary.expand(stream, sublayer, config)
         if layer.engram is not None:
+            self.mark("engram")
             rows = codes.pop(number)
             for first in range(0, len(stream), _ENGRAM_ROWS):
                 part = slice(first, first + _ENGRAM_ROWS)
                 projected = self.sum(Fp8Rows(rows.codes[part], rows.scales[part]), layer.engram.wkv)
                 some = stream[part]
                 engram.inject(some, projected, layer.engram.q_weight, layer.engram.k_weight, some, config)
+            self.mark("boundary")
         return stream, boundary.collapse(stream, into, config, tap)
 
     def cross(self, stream: Tensor, sublayer: Sublayer, norm: Tensor) -> tuple[Tensor, Input]:
         """The stream behind a sublayer, and the input of the next one."""
+        self.mark("boundary")
         return boundary.boundary(stream, sublayer, Collapse(sublayer.mixes, norm), self.config)
 
     def mixes(self, stream: Tensor, weights: HyperConnection) -> Tensor:
+        self.mark("mixes")
         return boundary.mixes(stream, weights.fn, weights.base, weights.scale, self.config)
 
     def sum(self, x: Fp8Rows, weight: PackedWeight) -> Tensor:
@@ -219,17 +236,21 @@ class PortableModel:
         q_r = self.low_query(codes, block)
         own = self.entries(codes, block, turn)
         if layer.compressor is not None:
+            self.mark("compress")
             self._compress(number, x.values, run)
         chosen = None
         if source is not None:
             if layer.index_query is not None:
+                self.mark("index")
                 self._choose(number, x.values, q_r, run)
             assert run.chosen is not None, "the configuration promises an index source at or below every reader"
             kv = state.kv[source]
             chosen = Chosen(run.chosen, kv.codes, kv.scales, state.page_table, config.compress_ratios[source])
         window = state.window[number]
+        q = self.query(q_r, block)
+        self.mark("attend")
         o = attention.attend(
-            self.query(q_r, block),
+            q,
             window.codes,
             window.scales,
             own,
@@ -244,10 +265,12 @@ class PortableModel:
 
     def low_query(self, x: Fp8Rows, block: Block) -> Fp8Rows:
         """The low-rank query, normed and quantized."""
+        self.mark("wq_a, wkv")
         return dense.quantize(dense.product(x, block.wq_a), block.q_norm, self.config.rms_norm_eps)
 
     def query(self, q_r: Fp8Rows, block: Block) -> Tensor:
         """Queries of the rank [rows, heads, head_dim], not rotated."""
+        self.mark("wq_b")
         return dense.product(q_r, block.wq_b).unflatten(1, (-1, self.config.head_dim))
 
     def entries(self, x: Fp8Rows, block: Block, turn: Tensor) -> Entries:
@@ -263,6 +286,7 @@ class PortableModel:
 
     def project_out(self, o: Tensor, block: Block) -> Tensor:
         """From attention's output [rows, heads, head_dim] to the sublayer's: [rows, hidden] float32."""
+        self.mark("wo_a")
         groups = len(block.wo_a)
         grouped = o.unflatten(1, (groups, -1)).flatten(2)
         rank = self.config.o_lora_rank
@@ -270,6 +294,7 @@ class PortableModel:
         for group, weight in enumerate(block.wo_a):
             part = u[:, group * rank : (group + 1) * rank]
             dense.product(dense.interleave(grouped[:, group]), weight, out=part)
+        self.mark("wo_b")
         return self.sum(dense.quantize(u), block.wo_b)
 
     def _compress(self, source: int, x: Tensor, run: Forward) -> None:
@@ -321,7 +346,9 @@ class PortableModel:
     def experts(self, block: Block, stream: Tensor, x: Input) -> Sublayer:
         """The mixture of experts."""
         mixes = self.mixes(stream, block.hc_ffn)
+        self.mark("router")
         logits = dense.product(x.values, block.gate, dtype=torch.float32)
+        self.mark("experts")
         y = moe.experts(Fp8Rows(x.codes, x.scales), logits, block.bias, block.experts, block.moe_shape)
         return Sublayer(self.peers.sum(y), mixes)
 
@@ -337,6 +364,7 @@ class PortableDraft:
     def observe(self, state: State, rows: Rows, taps: Tensor) -> None:
         """Write what committed `rows` leave in the draft's windows; `taps` as `Output.taps`."""
         model, config, weights = self.model, self.config, self.weights
+        model.mark("observe")
         run = model.begin(state, rows.positions, rows.slots, 0, saves=True)
         width = weights.main_proj.columns
         mine = taps[:, model.weights.rank * width : (model.weights.rank + 1) * width]

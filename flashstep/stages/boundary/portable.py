@@ -47,7 +47,7 @@ def _fn_part(fn, outputs, columns, COUNT: tl.constexpr):
     return tl.load(fn + place, mask=outputs < COUNT, other=0.0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _mix_sums(
     stream,  # [rows, COLUMNS] bf16
     fn,
@@ -84,7 +84,7 @@ def _mix_sums(
     tl.store(sums + place, total, mask=inside[:, None])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _coefficients(
     sums,  # [SLICES, rows, 32] f32
     base,  # [COUNT] f32
@@ -175,7 +175,7 @@ def mixes(stream: Tensor, fn: Tensor, base: Tensor, scale: Tensor, config: Model
 # -- the stream -------------------------------------------------------------------------------------------------------
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "tap_column", "tap_stride"])
 def _boundary(
     stream,  # [rows, HC, HIDDEN] bf16
     output,  # [rows, HIDDEN] bf16 or f32: of the sublayer
@@ -219,9 +219,7 @@ def _boundary(
             new = post[:, :, None] * y[:, None, :]
             for i in tl.static_range(HC):
                 old = tl.load(stream + (row[:, None] * HC + i) * HIDDEN + column[None, :], mask=mask, other=0.0)
-                comb = tl.load(
-                    coefficients + row[:, None] * COUNT + (2 + i) * HC + copy[None, :], mask=mask, other=0.0
-                )
+                comb = tl.load(coefficients + row[:, None] * COUNT + (2 + i) * HC + copy[None, :], mask=mask, other=0.0)
                 new += comb[:, :, None] * old.to(tl.float32)[:, None, :]
             rounded = to_bf16(new)
             tl.store(stream_out + at_copies, rounded, mask=mask[:, :, None])

@@ -32,7 +32,7 @@ def _ids_back(ids, history, row, position, slot, first, pad, ring, inside, BACK:
     return tl.where(own, fresh, tl.where(before, old, pad)).to(tl.int64)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "pad", "ring"])
 def _rows(
     ids,  # [rows] i32: compressed
     positions,
