@@ -48,7 +48,7 @@ class Fp8Rows:
 
 def interleave(x: Tensor) -> Tensor:
     """bf16 `x` [rows, K], K a multiple of 16, in operand order: the input of fp8 weights that are used at bf16."""
-    out = torch.empty_like(x)
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if x.shape[0]:
         _interleave[_grid(out)](x, out, out.numel(), x.stride(0), x.shape[1], BLOCK=_block(out), num_warps=4)
     return out
