@@ -55,23 +55,14 @@ def round_bf16(x):
 
 
 @triton.jit
-def bf16_halves(word):
-    """The two bf16 in each 32-bit `word`: low halves, high halves. The interpreter, without a bf16 of its own, gets
-    float32.
+def bf16_pairs(word):
+    """The two bf16 in each 32-bit `word` [..]: [.., 2], the low half first. The interpreter, without a bf16 of its own,
+    gets float32.
     """
     if _INTERPRETED:
-        return (word << 16).to(tl.float32, bitcast=True), (word & -65536).to(tl.float32, bitcast=True)
+        return tl.join((word << 16).to(tl.float32, bitcast=True), (word & -65536).to(tl.float32, bitcast=True))
     else:
-        low = word.to(tl.int16).to(tl.bfloat16, bitcast=True)
-        return low, (word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
-
-
-@triton.jit
-def scaled_halves(word, scale):
-    """`bf16_halves` times the power of two `scale` (float32, within bf16's range), exactly."""
-    low, high = bf16_halves(word)
-    scale = scale.to(low.dtype)
-    return low * scale, high * scale
+        return tl.join(word.to(tl.int16), (word >> 16).to(tl.int16)).to(tl.bfloat16, bitcast=True)
 
 
 @triton.jit

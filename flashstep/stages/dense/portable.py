@@ -48,7 +48,7 @@ class Fp8Rows:
 
 def interleave(x: Tensor) -> Tensor:
     """bf16 `x` [rows, K], K a multiple of 16, in operand order: the input of fp8 weights that are used at bf16."""
-    out = torch.empty_like(x)
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if x.shape[0]:
         _interleave[_grid(out)](x, out, out.numel(), x.stride(0), x.shape[1], BLOCK=_block(out), num_warps=4)
     return out
@@ -134,15 +134,14 @@ def _grid(x: Tensor) -> tuple[int]:
 
 @triton.jit
 def fp8_operand(words, scale, T: tl.constexpr, S: tl.constexpr):
-    """bf16 [64 T, 32 S] of fp8 units, columns in operand order. `scale` float32 [S, T, 4, 8, 4, 1, 1 or 2]: 2^120 times
+    """bf16 [64 T, 32 S] of fp8 units, columns in operand order. `scale` float32 [S, T, 4, 8, 4, 1 or 2]: 2^120 times
     that of the row; e4m3 bits where bf16 has its own are 2^-120 of the value.
     """
     words = tl.reshape(words, (S, T, 4, 8, 4, 2, 2))
     even = ((words << 8) & -2147450880) | ((words << 4) & 0x07F007F0)  # 0x80008000: signs
     odd = (words & -2147450880) | ((words >> 4) & 0x07F007F0)
-    c0, c2 = ops.scaled_halves(even, scale)
-    c1, c3 = ops.scaled_halves(odd, scale)
-    v = tl.join(tl.join(c0, c2), tl.join(c1, c3))  # step, tile, warp, r, q, part, half, a, b
+    v = tl.join(ops.bf16_pairs(even), ops.bf16_pairs(odd))  # step, tile, warp, r, q, part, half, a, b
+    v = v * tl.reshape(scale, (S, T, 4, 8, 4, 1, scale.shape[5], 1, 1)).to(v.dtype)
     return tl.reshape(tl.permute(v, (1, 2, 6, 3, 0, 5, 8, 4, 7)), (64 * T, 32 * S))
 
 
@@ -150,8 +149,7 @@ def fp8_operand(words, scale, T: tl.constexpr, S: tl.constexpr):
 def bf16_operand(words, T: tl.constexpr, S: tl.constexpr):
     """bf16 [64 T, 16 S] of bf16 units, columns in their own order."""
     words = tl.reshape(words, (S, T, 4, 8, 4, 2, 2))
-    low, high = ops.bf16_halves(words)
-    v = tl.join(low, high)  # step, tile, warp, r, q, part, half, pair
+    v = ops.bf16_pairs(words)  # step, tile, warp, r, q, part, half, pair
     return tl.reshape(tl.permute(v, (1, 2, 6, 3, 0, 5, 4, 7)), (64 * T, 16 * S))
 
 
@@ -298,7 +296,7 @@ def _product(
             words = tl.load(at + step * (UNITS * 128), mask=step * UNITS + unit < ALL_UNITS, other=0)
             values = tl.load(x + step * (32 * G), mask=(step * (32 * G) + column < COLUMNS)[None, :], other=0.0)
         if FP8:
-            factor = tl.reshape(scale * ops.E4M3_IN_BF16, (G, T, 4, 8, 4, 1, 1))
+            factor = tl.reshape(scale * ops.E4M3_IN_BF16, (G, T, 4, 8, 4, 1))
             operand = fp8_operand(words, factor, T, G)
             scale = tl.load(scale_at + tl.minimum((step + 1) * G + unit, ALL_UNITS - 1))
         else:

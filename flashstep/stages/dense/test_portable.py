@@ -29,7 +29,9 @@ def fp8_weight(outputs: int, columns: int, random: torch.Generator) -> tuple[Pac
 
 
 def fp8_rows(rows: int, columns: int, random: torch.Generator) -> tuple[Tensor, Fp8Rows]:
-    x = (torch.randn(rows, columns, generator=random) * 2.0 ** torch.randint(-6, 6, (rows, 1), generator=random)).bfloat16()
+    x = (
+        torch.randn(rows, columns, generator=random) * 2.0 ** torch.randint(-6, 6, (rows, 1), generator=random)
+    ).bfloat16()
     codes, scales = formats.fp8_quantize(x)
     return formats.fp8_round_trip(x), Fp8Rows(codes.view(torch.uint8), formats.ue8m0_encode(scales))
 
