@@ -113,17 +113,25 @@ def write_window(new: Entries, batch: Batch, codes: Tensor, scales: Tensor) -> N
 
 
 def write_ring(values: Tensor, batch: Batch, ring: Tensor) -> None:
-    """Store `values` [rows, ...] at their positions of `ring` [slots, ring, ...], of one dtype; see `write_window`."""
+    """Store `values` [rows, width] at their positions of `ring` [slots, ring, ...], of one dtype; see `write_window`."""
     rows, width = len(batch), ring[0, 0].numel()
-    if values.dtype != ring.dtype or values.shape != (rows, width) or not (values.is_contiguous() and ring[0].is_contiguous()):
+    if values.dtype != ring.dtype or values.shape != (rows, width) or values.stride(-1) != 1 or not ring.is_contiguous():
         raise ValueError(
             f"values {tuple(values.shape)} {values.dtype} for {rows} rows of a ring {tuple(ring.shape)} {ring.dtype}: "
-            f"expected [{rows}, {width}] of one dtype, contiguous"
+            f"expected [{rows}, {width}] of one dtype, contiguous columns and ring"
         )
     if rows:
-        block = triton.next_power_of_2(width)
         _write_ring[(rows,)](
-            values, batch.positions, batch.slots, ring, rows, ring.shape[1], WIDTH=width, BLOCK=block, num_warps=1
+            values,
+            values.stride(0),
+            batch.positions,
+            batch.slots,
+            ring,
+            rows,
+            ring.shape[1],
+            WIDTH=width,
+            PADDED=triton.next_power_of_2(width),
+            num_warps=1,
         )
 
 
@@ -154,7 +162,9 @@ def _entries(latents, stride, norm, turn, codes, scales, eps, HEAD_DIM: tl.const
 
 
 @triton.jit
-def _write_ring(values, positions, slots, ring, rows, length, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+def _write_ring(
+    values, stride, positions, slots, ring, rows, length, WIDTH: tl.constexpr, PADDED: tl.constexpr
+):
     row = tl.program_id(0)
     slot = tl.load(slots + row)
     position = tl.load(positions + row)
@@ -162,10 +172,10 @@ def _write_ring(values, positions, slots, ring, rows, length, WIDTH: tl.constexp
     inside = later < rows
     taken = tl.load(slots + later, mask=inside, other=-1) == slot
     taken = taken & (tl.load(positions + later, mask=inside, other=-1) == position + length)
-    column = tl.arange(0, BLOCK)
+    column = tl.arange(0, PADDED)
     place = (slot * length + position % length).to(tl.int64)
     write = column < tl.where((slot < 0) | taken, 0, WIDTH)
-    value = tl.load(values + row.to(tl.int64) * WIDTH + column, mask=write, other=0)
+    value = tl.load(values + row.to(tl.int64) * stride + column, mask=write, other=0)
     tl.store(ring + place * WIDTH + column, value, mask=write)
 
 

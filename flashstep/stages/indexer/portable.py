@@ -28,6 +28,7 @@ import triton.language as tl  # isort: skip
 
 SCORE_BYTES = 256 * 2**20  # of the scores that exist at a time
 
+_PRODUCTS = ("raw", "query", "weights")  # what dense products give: columns of wider rows
 _VISIBLE, _BLOCKS, _CANDIDATES = 0, 1, 2  # what a row's scores belong to: `_count`
 
 
@@ -81,6 +82,7 @@ def compress(
         batch.first,
         rows,
         raw,
+        raw.stride(0),
         ring,
         ring.shape[1],
         norm,
@@ -114,6 +116,7 @@ def _compress(
     first,
     rows,
     raw,
+    stride,
     ring,
     length,
     norm,
@@ -150,8 +153,8 @@ def _compress(
     squares = tl.zeros([ROWS], tl.float32)
     for column in tl.static_range(0, HEAD_DIM, COLUMNS):
         at = column + 2 * pair
-        even = _pool(raw, ring, length, row, slot, position, start, closes, at, RATIO, PARTS, HEAD_DIM)
-        odd = _pool(raw, ring, length, row, slot, position, start, closes, at + 1, RATIO, PARTS, HEAD_DIM)
+        even = _pool(raw, stride, ring, length, row, slot, position, start, closes, at, RATIO, PARTS, HEAD_DIM)
+        odd = _pool(raw, stride, ring, length, row, slot, position, start, closes, at + 1, RATIO, PARTS, HEAD_DIM)
         squares += tl.sum(tl.sum(even * even + odd * odd, 2), 1)
     inverse = (1.0 / tl.sqrt_rn(squares / HEAD_DIM + eps))[:, None, None]
 
@@ -160,8 +163,8 @@ def _compress(
     key_odd = tl.zeros([ROWS, INDEX_DIM // 2], tl.float32)
     for column in tl.static_range(0, HEAD_DIM, COLUMNS):
         at = column + 2 * pair
-        even = _pool(raw, ring, length, row, slot, position, start, closes, at, RATIO, PARTS, HEAD_DIM)
-        odd = _pool(raw, ring, length, row, slot, position, start, closes, at + 1, RATIO, PARTS, HEAD_DIM)
+        even = _pool(raw, stride, ring, length, row, slot, position, start, closes, at, RATIO, PARTS, HEAD_DIM)
+        odd = _pool(raw, stride, ring, length, row, slot, position, start, closes, at + 1, RATIO, PARTS, HEAD_DIM)
         even = to_bf16(tl.load(norm + at).to(tl.float32)[None, :, :] * even * inverse)
         odd = to_bf16(tl.load(norm + at + 1).to(tl.float32)[None, :, :] * odd * inverse)
 
@@ -215,6 +218,7 @@ def _compress(
 @triton.jit
 def _pool(
     raw,
+    stride,
     ring,
     length,
     row,
@@ -229,17 +233,17 @@ def _pool(
 ):
     """Columns `column` of the latents that the rows close, before their norm: per channel, a softmax over tokens."""
     if RATIO == 1:
-        return _raw(raw, ring, length, row, slot, position, start, closes, column, 0, 0, PARTS, HEAD_DIM)
+        return _raw(raw, stride, ring, length, row, slot, position, start, closes, column, 0, 0, PARTS, HEAD_DIM)
     else:
-        highest = _raw(raw, ring, length, row, slot, position, start, closes, column, 0, 1, PARTS, HEAD_DIM)
+        highest = _raw(raw, stride, ring, length, row, slot, position, start, closes, column, 0, 1, PARTS, HEAD_DIM)
         for back in tl.static_range(1, RATIO):
-            z = _raw(raw, ring, length, row, slot, position, start, closes, column, back, 1, PARTS, HEAD_DIM)
+            z = _raw(raw, stride, ring, length, row, slot, position, start, closes, column, back, 1, PARTS, HEAD_DIM)
             highest = tl.maximum(highest, z)
         weights = tl.zeros_like(highest)
         values = tl.zeros_like(highest)
         for back in tl.static_range(RATIO):
-            k = _raw(raw, ring, length, row, slot, position, start, closes, column, back, 0, PARTS, HEAD_DIM)
-            z = _raw(raw, ring, length, row, slot, position, start, closes, column, back, 1, PARTS, HEAD_DIM)
+            k = _raw(raw, stride, ring, length, row, slot, position, start, closes, column, back, 0, PARTS, HEAD_DIM)
+            z = _raw(raw, stride, ring, length, row, slot, position, start, closes, column, back, 1, PARTS, HEAD_DIM)
             weight = tl.exp(z - highest)
             weights += weight
             values += k * weight
@@ -249,6 +253,7 @@ def _pool(
 @triton.jit
 def _raw(
     raw,
+    stride,
     ring,
     length,
     row,
@@ -264,7 +269,7 @@ def _raw(
 ):
     """[rows, ...] of what the position `back` before each row gave: from this forward's rows, or from the ring."""
     here = row - back >= start
-    at = ((row - back).to(tl.int64) * PARTS + part) * HEAD_DIM
+    at = (row - back).to(tl.int64) * stride + part * HEAD_DIM
     value = tl.load(raw + at[:, None, None] + column[None, :, :], mask=(closes & here)[:, None, None], other=0.0)
     if back > 0:
         at = ((slot * length + (position - back) % length).to(tl.int64) * PARTS + part) * HEAD_DIM
@@ -305,7 +310,9 @@ def queries(config: ModelConfig, query: Tensor, weights: Tensor, turn: Tensor) -
     if rows:
         _queries[(rows,)](
             query,
+            query.stride(0),
             weights,
+            weights.stride(0),
             turn,
             values,
             rounded,
@@ -321,7 +328,9 @@ def queries(config: ModelConfig, query: Tensor, weights: Tensor, turn: Tensor) -
 @triton.jit
 def _queries(
     query,
+    query_stride,
     weights,
+    weights_stride,
     turn,
     values,
     rounded,
@@ -333,7 +342,7 @@ def _queries(
     row = tl.program_id(0).to(tl.int64)
     head = tl.arange(0, PADDED)
     pair = tl.arange(0, DIM // 32)[:, None] * 16 + tl.arange(0, 16)[None, :]  # a scale serves 16 pairs
-    at = query + (row * HEADS + head)[:, None, None] * DIM + 2 * pair[None, :, :]
+    at = query + row * query_stride + head[:, None, None] * DIM + 2 * pair[None, :, :]
     exists = (head < HEADS)[:, None, None]
     even = tl.load(at, mask=exists, other=0).to(tl.float32)
     odd = tl.load(at + 1, mask=exists, other=0).to(tl.float32)
@@ -346,7 +355,7 @@ def _queries(
     to = values + (row * PADDED + head)[:, None, None] * DIM + pair[None, :, :]
     tl.store(to, (decode_e2m1(encode_e2m1(even * shrink[:, :, None])) * scale).to(tl.bfloat16))
     tl.store(to + DIM // 2, (decode_e2m1(encode_e2m1(odd * shrink[:, :, None])) * scale).to(tl.bfloat16))
-    weight = tl.load(weights + row * HEADS + head, mask=head < HEADS, other=0.0)
+    weight = tl.load(weights + row * weights_stride + head, mask=head < HEADS, other=0.0)
     tl.store(rounded + row * PADDED + head, to_bf16(weight).to(tl.float32))
 
 
@@ -827,7 +836,8 @@ def load_row_turns(turn, pair, exists):
 
 
 def _check(*wanted: tuple[str, Tensor, tuple[int, ...]]) -> None:
-    """Each tensor has its shape and is contiguous."""
+    """Each tensor has its shape and is contiguous, but for the rows of products, which may stand apart."""
     for name, tensor, shape in wanted:
-        if tuple(tensor.shape) != shape or not tensor.is_contiguous():
+        inner = tensor[0] if len(tensor) and name in _PRODUCTS else tensor
+        if tuple(tensor.shape) != shape or not inner.is_contiguous():
             raise ValueError(f"indexer: {name} has the shape {tuple(tensor.shape)}: expected {shape}, contiguous")
