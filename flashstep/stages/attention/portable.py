@@ -247,7 +247,7 @@ class _Tile:
     @classmethod
     def of(cls, device: torch.device) -> _Tile:
         if device.type == "cpu":
-            return cls(16, 1, 1)
+            return cls(32, 1, 1)
         if torch.version.hip:
             return cls(32, 4, 1)  # a tile's values, at 2 bytes, take half of a compute unit's shared memory
         return cls(64, 4, 1)

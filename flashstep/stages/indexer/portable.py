@@ -427,18 +427,27 @@ def choose(
 
 @dataclass(frozen=True)
 class _Shape:
-    """Entries and rows of a product, rows that share the keys of a program, and warps."""
+    """How the kernels of a choice are cut; results do not depend on it.
 
-    entries: int
-    product_rows: int
-    rows: int
-    warps: int
+    entries, product_rows: of a product of the scores. rows: that share the keys of a program. gathered, span: candidate
+    entries of a product and of a program. tile: scores that a selection reads at a time.
+    """
+
+    entries: int = 128
+    product_rows: int = 4
+    rows: int = 32
+    warps: int = 8
+    gathered: int = 128
+    span: int = 1024
+    gather_warps: int = 4
+    tile: int = 4096
+    select_warps: int = 8
 
     @classmethod
     def of(cls, device: torch.device) -> _Shape:
         if device.type == "cpu":
-            return cls(16, 2, 4, 1)
-        return cls(128, 4, 32, 8)
+            return cls(64, 2, 8, 1, 64, 128, 1, 128, 1)
+        return cls()
 
 
 @dataclass(frozen=True)
@@ -479,8 +488,7 @@ class _Piece:
         """Scores of the entries in the rows' candidate blocks, in their order; minus infinity where not visible."""
         assert self.candidates is not None
         rows, shape = len(self.slots), self.shape
-        tiles = 8 * shape.entries
-        _score_candidates[(rows, triton.cdiv(span, tiles))](
+        _score_candidates[(rows, triton.cdiv(span, shape.span))](
             self.positions,
             self.slots,
             self.query,
@@ -492,15 +500,15 @@ class _Piece:
             **self._dims(),
             CANDIDATES=self.config.candidate_topk_blocks,
             SIZE=self.config.candidate_block_size,
-            ENTRIES=shape.entries,
-            TILES=tiles,
-            num_warps=4 if shape.warps > 4 else shape.warps,
+            ENTRIES=shape.gathered,
+            SPAN=shape.span,
+            num_warps=shape.gather_warps,
         )
 
     def mark(self, scores: Tensor, blocks: Tensor) -> None:
         """Fill `candidates` with the best blocks; `blocks` [rows, blocks] holds the blocks' scores meanwhile."""
         assert self.candidates is not None
-        tile = 16 if self.shape.warps == 1 else 512
+        tile = self.shape.tile // self.config.candidate_block_size
         _best_of_blocks[(len(self.slots), triton.cdiv(blocks.shape[1], tile))](
             self.positions,
             self.slots,
@@ -511,7 +519,7 @@ class _Piece:
             RATIO=self.ratio,
             SIZE=self.config.candidate_block_size,
             BLOCKS=tile,
-            num_warps=self.shape.warps,
+            num_warps=self.shape.select_warps,
         )
         self.select(blocks, self.candidates, self.config.candidate_topk_blocks, _BLOCKS)
 
@@ -530,8 +538,8 @@ class _Piece:
             SIZE=self.config.candidate_block_size,
             CANDIDATES=self.config.candidate_topk_blocks,
             PADDED=triton.next_power_of_2(k),
-            TILE=32 if self.shape.warps == 1 else 4096,
-            num_warps=self.shape.warps,
+            TILE=self.shape.tile,
+            num_warps=self.shape.select_warps,
         )
 
     def _keys(self) -> tuple[Tensor, Tensor, Tensor, int]:
@@ -589,9 +597,9 @@ def _score(
                 mine_slot = tl.load(slots + mine, mask=mine < rows, other=-1)
                 found = (mine_slot == current) & (mine >= number)
                 if tl.max(found.to(tl.int32), 0) > 0:
-                    head = product.to(tl.int64) * HEADS + tl.arange(0, PRODUCT_ROWS * HEADS)
-                    exists = head < rows.to(tl.int64) * HEADS
-                    at = query + head[:, None] * DIM + tl.arange(0, DIM // 2)[None, :]
+                    head = product * HEADS + tl.arange(0, PRODUCT_ROWS * HEADS)
+                    exists = head < rows * HEADS
+                    at = query + head[:, None].to(tl.int64) * DIM + tl.arange(0, DIM // 2)[None, :]
                     q_even = tl.load(at, mask=exists[:, None], other=0)
                     q_odd = tl.load(at + DIM // 2, mask=exists[:, None], other=0)
                     dots = dot(even, tl.trans(q_even), tl.zeros([ENTRIES, PRODUCT_ROWS * HEADS], tl.float32))
@@ -623,9 +631,9 @@ def _score_candidates(
     CANDIDATES: tl.constexpr,
     SIZE: tl.constexpr,
     ENTRIES: tl.constexpr,
-    TILES: tl.constexpr,
+    SPAN: tl.constexpr,
 ):
-    """A row and TILES of the entries in its candidate blocks."""
+    """A row and SPAN of the entries in its candidate blocks."""
     row = tl.program_id(0)
     slot = tl.load(slots + row)
     visible = _visible(tl.load(positions + row), slot, RATIO)
@@ -635,8 +643,8 @@ def _score_candidates(
     q_even = tl.trans(tl.load(at))
     q_odd = tl.trans(tl.load(at + DIM // 2))
     weight = tl.load(weights + head)
-    begin = tl.program_id(1) * TILES
-    for start in range(begin, tl.minimum(begin + TILES, count), ENTRIES):
+    begin = tl.program_id(1) * SPAN
+    for start in range(begin, tl.minimum(begin + SPAN, count), ENTRIES):
         number = start + tl.arange(0, ENTRIES)
         block = tl.load(candidates + row.to(tl.int64) * CANDIDATES + number // SIZE, mask=number < count, other=-1)
         entry = block * SIZE + number % SIZE
