@@ -24,6 +24,12 @@ import triton.language as tl
 _INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET", "0") not in ("", "0"))
 
 
+# A code's bits, moved to where bf16 and float32 have exponent and mantissa, are the value without the difference of the
+# exponents' biases: these factors restore it.
+E4M3_IN_BF16 = tl.constexpr(2.0**120)
+E2M1_IN_BF16 = tl.constexpr(2.0**126)
+
+
 def interpreted() -> bool:
     """Whether kernels run in Triton's interpreter, on the CPU: correct, and slow by the number of programs."""
     return bool(_INTERPRETED.value)
@@ -48,6 +54,26 @@ def round_bf16(x):
     return to_bf16(x).to(tl.float32)
 
 
+@triton.jit
+def bf16_pairs(word):
+    """The two bf16 in each 32-bit `word` [..]: [.., 2], the low half first. The interpreter, without a bf16 of its own,
+    gets float32.
+    """
+    if _INTERPRETED:
+        return tl.join((word << 16).to(tl.float32, bitcast=True), (word & -65536).to(tl.float32, bitcast=True))
+    return tl.join(word.to(tl.int16), (word >> 16).to(tl.int16)).to(tl.bfloat16, bitcast=True)
+
+
+@triton.jit
+def dot(a, b, sums):
+    """`sums` float32 + `a` x `b`, bf16 (in the interpreter float32)."""
+    if _INTERPRETED:
+        sums = tl.dot(a.to(tl.float32), b.to(tl.float32), sums)
+    else:
+        sums = tl.dot(a, b, sums)
+    return sums
+
+
 # -- UE8M0 ----------------------------------------------------------------------------------------------------------
 
 
@@ -66,7 +92,7 @@ def decode_e4m3(code):
     """float32 of e4m3 `code` (any integer type; not NaN)."""
     code = code.to(tl.int32)
     bits = ((code & 0x7F) << 20) | ((code & 0x80) << 24)
-    return bits.to(tl.float32, bitcast=True) * 1.329227995784916e36  # the exponents' biases are 7 and 127
+    return bits.to(tl.float32, bitcast=True) * E4M3_IN_BF16
 
 
 @triton.jit
@@ -113,7 +139,7 @@ def decode_e2m1(code):
     """float32 of e2m1 `code` 0..15 (any integer type)."""
     code = code.to(tl.int32)
     bits = ((code & 7) << 22) | ((code & 8) << 28)
-    return bits.to(tl.float32, bitcast=True) * 8.507059173023462e37
+    return bits.to(tl.float32, bitcast=True) * E2M1_IN_BF16
 
 
 @triton.jit

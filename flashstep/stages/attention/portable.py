@@ -24,12 +24,11 @@ from torch import Tensor
 
 from flashstep.config import FP8_BLOCK
 from flashstep.stages.attention.cuda import Block, Chosen
-from flashstep.stages.triton_ops import decode_e4m3, encode_e4m3, fp8_scale_code, interpreted, round_bf16, to_bf16
+from flashstep.stages.triton_ops import decode_e4m3, dot, encode_e4m3, fp8_scale_code, round_bf16, to_bf16
 
 import triton  # isort: skip
 import triton.language as tl  # isort: skip
 
-_INTERPRETED = tl.constexpr(interpreted())
 HEADS = 16  # of a program: one side of its products
 
 
@@ -113,9 +112,10 @@ def write_window(new: Entries, batch: Batch, codes: Tensor, scales: Tensor) -> N
 
 
 def write_ring(values: Tensor, batch: Batch, ring: Tensor) -> None:
-    """Store `values` [rows, width] at their positions of `ring` [slots, ring, ...], of one dtype; see `write_window`."""
+    """Store `values` [rows, width] at their positions of `ring` [slots, ring, ...], as `write_window` does."""
     rows, width = len(batch), ring[0, 0].numel()
-    if values.dtype != ring.dtype or values.shape != (rows, width) or values.stride(-1) != 1 or not ring.is_contiguous():
+    fits = values.dtype == ring.dtype and values.shape == (rows, width)
+    if not (fits and values.stride(1) == 1 and ring.is_contiguous()):
         raise ValueError(
             f"values {tuple(values.shape)} {values.dtype} for {rows} rows of a ring {tuple(ring.shape)} {ring.dtype}: "
             f"expected [{rows}, {width}] of one dtype, contiguous columns and ring"
@@ -162,9 +162,7 @@ def _entries(latents, stride, norm, turn, codes, scales, eps, HEAD_DIM: tl.const
 
 
 @triton.jit
-def _write_ring(
-    values, stride, positions, slots, ring, rows, length, WIDTH: tl.constexpr, PADDED: tl.constexpr
-):
+def _write_ring(values, stride, positions, slots, ring, rows, length, WIDTH: tl.constexpr, PADDED: tl.constexpr):
     row = tl.program_id(0)
     slot = tl.load(slots + row)
     position = tl.load(positions + row)
@@ -374,10 +372,9 @@ def _attend(
     n = tl.arange(0, ENTRIES)
     group = tl.arange(0, HEAD_DIM // 32)[None, :, None]
     word = group * 8 + tl.arange(0, 8)[None, None, :]
+    last = position
     if BLOCK:
         last = tl.load(lasts + row)
-    else:
-        last = position
     oldest = tl.maximum(last - (WINDOW - 1), 0)
     count = tl.where(slot < 0, 0, last - oldest + 1 + BLOCK)
     for start in tl.range(0, count, ENTRIES, num_stages=STAGES):
@@ -417,8 +414,6 @@ def _attend(
             o2,
             o3,
             SCALE,
-            ENTRIES,
-            HEADS,
         )
 
     if RATIO:
@@ -453,8 +448,6 @@ def _attend(
                 o2,
                 o3,
                 SCALE,
-                ENTRIES,
-                HEADS,
             )
 
     # The sink joins the sum; 2^64 gives the entries their size back.
@@ -472,7 +465,26 @@ def _attend(
 
 
 @triton.jit
-def _tile(q0, q1, q2, q3, k0, k1, k2, k3, valid, highest, total, o0, o1, o2, o3, SCALE: tl.constexpr, ENTRIES: tl.constexpr, HEADS: tl.constexpr):
+def _tile(
+    q0,
+    q1,
+    q2,
+    q3,
+    k0,
+    k1,
+    k2,
+    k3,
+    valid,
+    highest,
+    total,
+    o0,
+    o1,
+    o2,
+    o3,
+    SCALE: tl.constexpr,
+    ENTRIES: tl.constexpr,
+    HEADS: tl.constexpr,
+):
     """Softmax over a tile of entries k [entries, columns], in base 2, joined to what came before."""
     s = dot(k0, tl.trans(q0), tl.zeros([ENTRIES, HEADS], tl.float32))
     s = dot(k1, tl.trans(q1), s)
@@ -534,12 +546,3 @@ def load_turns(turn, pair):
 def rotate(even, odd, cos, sin):
     """Pairs of float32 turned, rounded to bf16."""
     return to_bf16(even * cos - odd * sin), to_bf16(even * sin + odd * cos)
-
-
-@triton.jit
-def dot(a, b, acc):
-    """`acc` + the product of bf16 `a` and `b` (Triton's interpreter would multiply their bits)."""
-    if _INTERPRETED:
-        return tl.dot(a.to(tl.float32), b.to(tl.float32), acc)
-    else:
-        return tl.dot(a, b, acc)

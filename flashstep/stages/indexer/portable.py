@@ -1,4 +1,4 @@
-"""Compressor and two-level indexer in Triton: any number of rows, on NVIDIA and AMD (sections 6 and 7 of `docs/model.md`).
+"""Compressor and two-level indexer in Triton: any number of rows, NVIDIA and AMD (sections 6, 7 of `docs/model.md`).
 
 Owns the order of a choice and the memory that it takes. `compress` writes entries and index keys; `queries` makes the
 index queries of a layer; `choose` scores, marks candidate blocks and keeps the best. Scores of all rows at once would
@@ -19,9 +19,18 @@ import torch
 from torch import Tensor
 
 from flashstep.config import FP8_BLOCK, KV_GROUP, ModelConfig
-from flashstep.stages.attention.portable import Batch, as_float, dot, load_turns, rotate, turns, write_ring
+from flashstep.stages.attention.portable import Batch, as_float, load_turns, rotate, turns, write_ring
 from flashstep.stages.indexer.cuda import Cache
-from flashstep.stages.triton_ops import decode_e2m1, decode_e4m3, decode_ue8m0, encode_e2m1, encode_e4m3, to_bf16
+from flashstep.stages.triton_ops import (
+    decode_e2m1,
+    decode_e4m3,
+    decode_ue8m0,
+    dot,
+    encode_e2m1,
+    encode_e4m3,
+    round_bf16,
+    to_bf16,
+)
 
 import triton  # isort: skip
 import triton.language as tl  # isort: skip
@@ -194,8 +203,8 @@ def _compress(
         to = (place * (HEAD_DIM // 16))[:, None] + column // 16 + tl.arange(0, COLUMNS // 16)[None, :]
         tl.store(kv_scales + to, scale.to(tl.uint8), mask=closes[:, None])
 
-    key_even = to_bf16(key_even).to(tl.float32)
-    key_odd = to_bf16(key_odd).to(tl.float32)
+    key_even = round_bf16(key_even)
+    key_odd = round_bf16(key_odd)
     squares = tl.sum(key_even * key_even + key_odd * key_odd, 1)
     inverse = (1.0 / tl.sqrt_rn(squares / INDEX_DIM + eps))[:, None]
     key_even = to_bf16(tl.load(k_norm + 2 * output).to(tl.float32)[None, :] * key_even * inverse)
@@ -233,7 +242,7 @@ def _pool(
 ):
     """Columns `column` of the latents that the rows close, before their norm: per channel, a softmax over tokens."""
     if RATIO == 1:
-        return _raw(raw, stride, ring, length, row, slot, position, start, closes, column, 0, 0, PARTS, HEAD_DIM)
+        pooled = _raw(raw, stride, ring, length, row, slot, position, start, closes, column, 0, 0, PARTS, HEAD_DIM)
     else:
         highest = _raw(raw, stride, ring, length, row, slot, position, start, closes, column, 0, 1, PARTS, HEAD_DIM)
         for back in tl.static_range(1, RATIO):
@@ -247,7 +256,8 @@ def _pool(
             weight = tl.exp(z - highest)
             weights += weight
             values += k * weight
-        return to_bf16(tl.div_rn(values, weights)).to(tl.float32)
+        pooled = round_bf16(tl.div_rn(values, weights))
+    return pooled
 
 
 @triton.jit
@@ -356,7 +366,7 @@ def _queries(
     tl.store(to, (decode_e2m1(encode_e2m1(even * shrink[:, :, None])) * scale).to(tl.bfloat16))
     tl.store(to + DIM // 2, (decode_e2m1(encode_e2m1(odd * shrink[:, :, None])) * scale).to(tl.bfloat16))
     weight = tl.load(weights + row * weights_stride + head, mask=head < HEADS, other=0.0)
-    tl.store(rounded + row * PADDED + head, to_bf16(weight).to(tl.float32))
+    tl.store(rounded + row * PADDED + head, round_bf16(weight))
 
 
 # ---- choice -------------------------------------------------------------------------------------------------------

@@ -446,9 +446,7 @@ def random_case(
         query[:, 7::32] = 6.0
         weights = torch.randint(-1, 3, (rows, heads)) * (1 + 2.0**-10 * torch.randint(-1, 2, (rows, heads)))
         frequencies = torch.zeros_like(frequencies)
-    return (kind or Case)(
-        config, layer, batch, cache, query, weights, frequencies, pages * PAGE_TOKENS, device
-    )
+    return (kind or Case)(config, layer, batch, cache, query, weights, frequencies, pages * PAGE_TOKENS, device)
 
 
 def write_keys(cache: cuda.Cache, slot: int, keys: Tensor) -> None:

@@ -190,9 +190,7 @@ def test_candidates_and_their_consumer(position: int, integers: bool, device: to
 
 def test_fewer_candidate_entries_than_the_choice_keeps(device: torch.device) -> None:
     torch.manual_seed(12)
-    case = random_case(
-        SOURCE, [(0, 70, 6, 6)], device, candidate_topk_blocks=2, index_topk=16, kind=PortableCase
-    )
+    case = random_case(SOURCE, [(0, 70, 6, 6)], device, candidate_topk_blocks=2, index_topk=16, kind=PortableCase)
     chosen, lists = case.run()
     case.check(chosen, lists, exact=False)
     consumer = replace(case, layer=CONSUMER)
