@@ -465,28 +465,9 @@ def _attend(
 
 
 @triton.jit
-def _tile(
-    q0,
-    q1,
-    q2,
-    q3,
-    k0,
-    k1,
-    k2,
-    k3,
-    valid,
-    highest,
-    total,
-    o0,
-    o1,
-    o2,
-    o3,
-    SCALE: tl.constexpr,
-    ENTRIES: tl.constexpr,
-    HEADS: tl.constexpr,
-):
+def _tile(q0, q1, q2, q3, k0, k1, k2, k3, valid, highest, total, o0, o1, o2, o3, SCALE: tl.constexpr):
     """Softmax over a tile of entries k [entries, columns], in base 2, joined to what came before."""
-    s = dot(k0, tl.trans(q0), tl.zeros([ENTRIES, HEADS], tl.float32))
+    s = dot(k0, tl.trans(q0), tl.zeros([k0.shape[0], q0.shape[0]], tl.float32))
     s = dot(k1, tl.trans(q1), s)
     s = dot(k2, tl.trans(q2), s)
     s = dot(k3, tl.trans(q3), s)
