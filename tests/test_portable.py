@@ -1,6 +1,6 @@
 """The portable path on the bundled model: on a GPU where there is one, else in Triton's interpreter.
 
-In the interpreter a row costs a second, so that few rows are run and whole texts are slow tests; on a GPU all are quick.
+In the interpreter a row costs a second, so few rows are run and whole texts are slow tests; on a GPU all are quick.
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ def same(got: torch.Tensor, wanted: torch.Tensor) -> None:
 
 
 def test_pages_keep_the_windows_that_a_long_chunk_displaces(portable):
-    """`save_windows` after a long chunk: what the rings have lost was written with the chunk, other pages come from them."""
+    """What the rings have lost was written with the chunk, other pages come from them."""
     count = 5 * 16 + 5 if not ON_GPU else 17 * 16 + 5
     tokens = tokens_of(portable, count)
     at_once, slowly = (state(portable, keep_windows=True) for _ in range(2))

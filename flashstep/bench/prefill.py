@@ -211,6 +211,5 @@ def _print(console: Console, found: dict[str, Any]) -> None:
         rate = "" if row["flop"] is None else f"{row['flop'] / row['ms'] / 1e9:.0f}"
         table.add_row(row["stage"], f"{row['ms'] * 1e3:,.0f}", rate, f"{row['ms'] / staged:.1%}")
     console.print(table)
-    console.print(
-        f"stages of one run: {staged:.1f} ms; extra memory at most {found['extra_memory_bytes'] / 1e9:.2f} GB"
-    )
+    extra = found["extra_memory_bytes"] / 1e9
+    console.print(f"stages of one run: {staged:.1f} ms; extra memory at most {extra:.2f} GB")

@@ -1,4 +1,4 @@
-"""From a model directory, or from shapes alone, to packed weights on one device, and to a model on the Triton kernels."""
+"""From a model directory, or from shapes alone, to packed weights on a device, and to a model on the Triton kernels."""
 
 from __future__ import annotations
 

@@ -219,6 +219,7 @@ class PortableModel:
         return boundary.boundary(stream, sublayer, Collapse(sublayer.mixes, norm), self.config)
 
     def mixes(self, stream: Tensor, weights: HyperConnection) -> Tensor:
+        """The coefficients of the sublayer behind `stream`."""
         self.mark("mixes")
         return boundary.mixes(stream, weights.fn, weights.base, weights.scale, self.config)
 

@@ -1,4 +1,4 @@
-"""Hyper-connections in Triton, for any number of rows: what lies between two sublayers, in a few passes over the stream.
+"""Hyper-connections in Triton, for any number of rows: what lies between two sublayers, in few passes over the stream.
 
 `mixes` makes the coefficients of a sublayer from the stream in front of it. `boundary` takes a sublayer's output back
 into every copy and collapses the result into the next sublayer's input, which it norms and quantizes; each half can be
