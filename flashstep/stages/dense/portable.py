@@ -2,8 +2,8 @@
 
 A program computes 64 T outputs of up to N rows as W x^T, so that packed weights become the left operand as they lie: a
 lane's 16 bytes are the registers that a matrix instruction wants from it, and what it loads is decoded in place. e4m3
-times its scale (up to 2^7) is exact in bf16, so decoded operands need no scaling of partial sums, and a row's result has the same
-bits whatever the other rows are (as long as `_choose` cuts K alike).
+times its scale (up to 2^7) is exact in bf16: decoded operands need no scaling of partial sums. A row's bits do not
+depend on the other rows, but on how many there are where `choose_shape` cuts K differently.
 
 A lane's four bytes of a fp8 unit are four columns beside each other, where the instruction pairs columns eight apart.
 Activations are therefore brought into operand order once, in front of the product: inside 16 columns, place 8 b + 2 q +
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from flashstep.config import FP8_BLOCK
 from flashstep.stages import triton_ops as ops
-from flashstep.stages.dense.pack import GROUP, TILE, PackedWeight
+from flashstep.stages.dense.pack import TILE, Kind, PackedWeight
 
 import triton  # isort: skip
 import triton.language as tl  # isort: skip
@@ -171,7 +171,7 @@ class Shape:
     split: int = 1
 
 
-def choose_shape(rows: int, outputs: int, columns: int, kind: str) -> Shape:
+def choose_shape(rows: int, outputs: int, columns: int, kind: Kind) -> Shape:
     """The shape of a product, from a fixed table measured on an H200."""
     if rows <= 16:
         programs = triton.cdiv(outputs, 64)
@@ -195,7 +195,7 @@ def product(
     out: Tensor | None = None,
     shape: Shape | None = None,
 ) -> Tensor:
-    """`x` [rows, K] times `weight` [outputs, K]: [rows, outputs] in `dtype`, bf16 (rounded once) or float32 (as summed).
+    """`x` [rows, K] times `weight` [outputs, K]: [rows, outputs] in `dtype`, bf16 (rounded once) or float32.
 
     fp8 weights take `Fp8Rows`, or bf16 in operand order (`interleave`), at which they are then used; bf16 weights take
     bf16 rows, any stride apart. `out`: where to write instead of a new tensor; its columns lie beside each other.
@@ -322,3 +322,35 @@ def _add(parts, out, rows, outputs, out_stride, SPLIT: tl.constexpr, BLOCK: tl.c
         tl.store(out, ops.to_bf16(total), mask=output < outputs)
     else:
         tl.store(out, total, mask=output < outputs)
+
+
+# -- what the released model compiles -------------------------------------------------------------------------------
+
+
+def _released(outputs: int, columns: int, kind: Kind, rows: int) -> ops.Build:
+    shape = choose_shape(rows, outputs, columns, kind)
+    size = triton.cdiv(columns, 128) * 4 * 516 if kind == "fp8" else triton.cdiv(columns, 32) * 1024
+    weight = PackedWeight(torch.empty(outputs // TILE, size, dtype=torch.uint8, device="meta"), outputs, columns, kind)
+    out = "*fp32" if shape.split > 1 or kind == "bf16" else "*bf16"
+    arguments = {"weight": "*u8", "x": "*bf16", "out": out, "rows": "i32", "x_stride": "i32:16", "out_stride": "i32:16"}
+    return ops.Build(_product, arguments, constants(weight, shape), shape.warps, shape.stages)
+
+
+KERNELS = [
+    *(_released(1792, 5120, "fp8", rows) for rows in (6, 48, 4096)),
+    *(_released(384, 5120, "bf16", rows) for rows in (6, 4096)),
+    ops.Build(
+        _quantize,
+        {
+            "x": "*bf16",
+            "norm": "*bf16",
+            "codes": "*u8",
+            "scales": "*u8",
+            "rows": "i32",
+            "stride": "i32:16",
+            "eps": "fp32",
+        },
+        {"COLUMNS": 1280, "ROWS": 1, "BLOCK": 2048, "NORM": True},
+    ),
+    ops.Build(_decode, {"codes": "*u8", "scales": "*u8", "out": "*bf16", "size": "i32:16"}, {"BLOCK": 2048}),
+]

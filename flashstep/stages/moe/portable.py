@@ -26,7 +26,7 @@ import triton.language as tl  # isort: skip
 
 
 def route(logits: Tensor, bias: Tensor, slots: Tensor | None, shape: Shape) -> tuple[Tensor, Tensor]:
-    """Chosen experts i32 [rows, top_k], best biased score first, and their weights f32, of `logits` f32 [rows, experts].
+    """Chosen experts i32 [rows, top_k], best first, and their weights f32, of `logits` f32 [rows, experts].
 
     Of equal scores the lowest index. Rows of a negative slot (`slots` i32 [rows], None: all are active) choose -1.
     """
@@ -165,7 +165,7 @@ def _place(
 
 @dataclass(frozen=True)
 class Cut:
-    """How products are cut: a program has `tiles` x 64 weight rows of a block, and takes `steps` x 64 columns at a time.
+    """How products are cut: a program has `tiles` x 64 weight rows of a block and takes `steps` x 64 columns at a time.
 
     small: blocks of at most so many rows take products that narrow (0: none do).
     """
@@ -238,7 +238,7 @@ def down(h: Tensor, weights: Tensor, shape: Shape, visits: Visits | None = None,
 
 
 def add(routed: Tensor, shared: Tensor, chosen: Tensor) -> Tensor:
-    """float32 [rows, hidden]: `shared` [rows, hidden] plus each row's experts in the order of `chosen` [rows, top_k]."""
+    """float32 [rows, hidden]: `shared` [rows, hidden], plus a row's experts in the order of `chosen` [rows, top_k]."""
     rows, hidden = shared.shape
     out = torch.empty(rows, hidden, device=shared.device)
     if rows:
@@ -480,9 +480,47 @@ def _fp4_operand(words, scale, T: tl.constexpr, U: tl.constexpr):
 
 @triton.jit
 def _bits(words, SHIFT: tl.constexpr):
-    """The e2m1 codes that `SHIFT` brings to the top of both halves of `words`, as sign, exponent and mantissa of bf16."""
+    """The e2m1 codes that `SHIFT` brings to the top of both halves of `words`, as bits of bf16."""
     sign = (words << SHIFT) & -2147450880  # 0x80008000
     if SHIFT >= 6:
         return sign | ((words << (SHIFT - 6)) & 0x01C001C0)
     else:
         return sign | ((words >> (6 - SHIFT)) & 0x01C001C0)
+
+
+# -- what the released model compiles -------------------------------------------------------------------------------
+
+
+def _released(rows: int, *, gate_up: bool, routed: bool) -> ops.Build:
+    shape = Shape(5120, 576, 384, 6, 1.5)
+    size = block_rows(rows, shape) if routed else shared_rows(rows)
+    tiles, columns = (shape.inner // 32, shape.hidden) if gate_up else (shape.hidden // 64, shape.inner)
+    cut = choose_cut(size, tiles, columns)
+    arguments = {"weights": "*u8", "x": "*bf16", "out": "*bf16", "rows": "i32"}
+    if routed:
+        arguments |= {"order": "*i32", "blocks": "*i32"}
+    if routed and gate_up:
+        arguments["route_weights"] = "*fp32"
+    absent = dict.fromkeys({"order", "blocks", "route_weights"} - set(arguments))
+    chosen = constants(shape, size, cut, gate_up=gate_up, routed=routed)
+    return ops.Build(_product, arguments, {**chosen, **absent}, cut.warps, cut.stages)
+
+
+KERNELS = [
+    *(
+        _released(rows, gate_up=gate_up, routed=routed)
+        for rows in (6, 4096)
+        for gate_up in (True, False)
+        for routed in (True, False)
+    ),
+    ops.Build(
+        _route,
+        {"logits": "*fp32", "bias": "*fp32", "slots": "*i32", "chosen": "*i32", "weights": "*fp32", "rows": "i32"},
+        {"EXPERTS": 384, "PADDED": 512, "TOP_K": 6, "SCALING": 1.5, "BLOCK": 4},
+    ),
+    ops.Build(
+        _place,
+        {"chosen": "*i32", "counts": "*i32", "order": "*i32", "blocks": "*i32", "visits": "i32", "num_blocks": "i32"},
+        {"EXPERTS": 384, "PADDED": 512, "SIZE": 128, "CHUNK": 4096},
+    ),
+]
