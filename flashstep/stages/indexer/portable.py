@@ -35,7 +35,7 @@ from flashstep.stages.triton_ops import (
 import triton  # isort: skip
 import triton.language as tl  # isort: skip
 
-SCORE_BYTES = 256 * 2**20  # of the scores that exist at a time
+SCORE_BYTES = 256 * 2**20  # of the scores that exist at a time, and of what their selection needs
 
 _PRODUCTS = ("raw", "query", "weights")  # what dense products give: columns of wider rows
 _VISIBLE, _BLOCKS, _CANDIDATES = 0, 1, 2  # what a row's scores belong to: `_count`
@@ -405,7 +405,7 @@ def choose(
         span = config.candidate_topk_blocks * size
     shape = _Shape.of(batch.slots.device)
     stride = triton.cdiv(span, shape.entries) * shape.entries
-    part = min(rows, max(1, score_bytes // (stride * 4)))
+    part = min(rows, max(1, score_bytes // (4 * stride + shape.scratch_bytes(config))))
     device = batch.slots.device
     chosen = torch.empty(rows, config.index_topk, dtype=torch.int32, device=device)
     if is_source:
@@ -458,6 +458,10 @@ class _Shape:
         if device.type == "cpu":
             return cls(64, 2, 8, 1, 64, 128, 1, 128, 1)
         return cls()
+
+    def scratch_bytes(self, config: ModelConfig) -> int:
+        """Bytes of a row's selection, beside its scores."""
+        return 4 * (self.tile + 6 * triton.next_power_of_2(max(config.index_topk, config.candidate_topk_blocks)))
 
 
 @dataclass(frozen=True)
@@ -535,20 +539,27 @@ class _Piece:
 
     def select(self, scores: Tensor, best: Tensor, k: int, kind: int) -> None:
         """The `k` best of each row of `scores`, as `best` [rows, k], ascending, -1 pads."""
-        _select[(len(self.slots),)](
+        rows, tile, padded = len(self.slots), self.shape.tile, triton.next_power_of_2(k)
+        room = 2 * padded  # a third more than what reaches the bound if scores lie at random
+        values = torch.empty(rows, tile + room, device=scores.device)
+        numbers = torch.empty(rows, room, dtype=torch.int32, device=scores.device)
+        _select[(rows,)](
             self.positions,
             self.slots,
             scores,
             scores.stride(0),
             self.candidates if kind == _CANDIDATES else None,
+            values,
+            numbers,
             best,
             k,
             KIND=kind,
             RATIO=self.ratio,
             SIZE=self.config.candidate_block_size,
             CANDIDATES=self.config.candidate_topk_blocks,
-            PADDED=triton.next_power_of_2(k),
-            TILE=self.shape.tile,
+            PADDED=padded,
+            ROOM=room,
+            TILE=tile,
             num_warps=self.shape.select_warps,
         )
 
@@ -698,6 +709,8 @@ def _select(
     scores,
     stride,
     candidates,
+    values,
+    numbers,
     best,
     k,
     KIND: tl.constexpr,
@@ -705,12 +718,14 @@ def _select(
     SIZE: tl.constexpr,
     CANDIDATES: tl.constexpr,
     PADDED: tl.constexpr,
+    ROOM: tl.constexpr,
     TILE: tl.constexpr,
 ):
     """The k best scores of a row, -inf being none; of equal ones the first.
 
-    The kth best is found by cutting an interval of float32 values, as ordered integers, into four until no value lies
-    between its ends: `low` has at least k scores that are not below it, `high` fewer, namely `above`.
+    The row is read twice: for the maxima of TILE groups (scores TILE apart), the kth best of which is no more than the
+    kth best score; and for the scores that reach this bound, which are few. These are kept in `values` and `numbers`
+    and decide alone, unless there are more than ROOM of them: then the row itself is read on.
     """
     row = tl.program_id(0)
     visible = _visible(tl.load(positions + row), tl.load(slots + row), RATIO)
@@ -720,22 +735,82 @@ def _select(
     if KIND == 2:
         count = tl.minimum((visible + SIZE - 1) // SIZE, CANDIDATES) * SIZE
     at = scores + row.to(tl.int64) * stride
+    values += row.to(tl.int64) * (TILE + ROOM)
+    numbers += row.to(tl.int64) * ROOM
     n = tl.arange(0, TILE)
 
+    highest = tl.full([TILE], float("-inf"), tl.float32)
+    for start in range(0, count, TILE):
+        highest = tl.maximum(highest, tl.load(at + start + n, mask=start + n < count, other=float("-inf")))
+    tl.store(values + ROOM + n, highest)
+    tl.debug_barrier()
+    bound, _, _ = _search(values + ROOM, tl.minimum(count, TILE), k, k // 16, TILE)
+
+    kept = count * 0
+    least = _value(bound)
+    for start in range(0, count, TILE):
+        x = tl.load(at + start + n, mask=start + n < count, other=float("-inf"))
+        keep = x >= least
+        place = kept + tl.cumsum(keep.to(tl.int32), 0) - 1
+        keep = keep & (place < ROOM)
+        tl.store(values + place, x, mask=keep)
+        tl.store(numbers + place, start + n, mask=keep)
+        kept += tl.sum((x >= least).to(tl.int32), 0)
+    tl.debug_barrier()
+    fits = kept <= ROOM
+    if fits:
+        at = values
+        count = kept
+
+    low, reached, above = _search(at, count, k, 0, TILE)
+    border = _value(low)
+    equals = tl.where(reached > k, k - above, reached)  # how many that equal the border are kept
+    written = count * 0
+    passed = count * 0
+    for start in range(0, count, TILE):
+        x = tl.load(at + start + n, mask=start + n < count, other=float("-inf"))
+        over = x > border
+        equal = x == border
+        # Both counts run in one scan: a tile has less than 2^15 scores.
+        running = tl.cumsum(over.to(tl.int32) + (equal.to(tl.int32) << 16), 0)
+        rank = passed + (running >> 16)  # of an equal one, from 1
+        keep = over | (equal & (rank <= equals))
+        place = written + (running & 0xFFFF) + tl.minimum(rank, equals) - tl.minimum(passed, equals) - 1
+        number = start + n
+        if fits:
+            number = tl.load(numbers + number, mask=keep, other=0)
+        if KIND == 2:
+            block = tl.load(candidates + row.to(tl.int64) * CANDIDATES + number // SIZE, mask=keep, other=0)
+            number = block * SIZE + number % SIZE
+        tl.store(best + row.to(tl.int64) * k + place, number, mask=keep)
+        after = passed + tl.sum(equal.to(tl.int32), 0)
+        written += tl.sum(over.to(tl.int32), 0) + tl.minimum(after, equals) - tl.minimum(passed, equals)
+        passed = after
+    rest = tl.arange(0, PADDED)
+    tl.store(best + row.to(tl.int64) * k + rest, tl.full([PADDED], -1, tl.int32), mask=(rest >= written) & (rest < k))
+
+
+@triton.jit
+def _search(at, count, k, slack, TILE: tl.constexpr):
+    """The kth best of `count` values, as an ordered integer; how many are not below it, and how many above.
+
+    An interval of ordered integers is cut into four until no value lies between its ends, or at most k + `slack` values
+    are not below its lower end (what is above that then is not counted): so many as there are, if less than k.
+    """
+    n = tl.arange(0, TILE)
     found = tl.zeros([TILE], tl.int32)
     for start in range(0, count, TILE):
         x = tl.load(at + start + n, mask=start + n < count, other=float("-inf"))
         found += (x > float("-inf")).to(tl.int32)
-    reached = tl.sum(found, 0)  # scores not below `low`
+    reached = tl.sum(found, 0)
     above = reached * 0
     low = reached.to(tl.int64) * 0 - 0x7F800000  # the lowest finite value: minus infinity is -0x7F800001
     high = low * 0 + 0x7F800001  # behind infinity
-    while (reached > k) & (high - low > 1):
+    while (reached > k + slack) & (high - low > 1):
         quarter = (high - low + 3) // 4
-        cut1 = low + quarter
-        cut2 = tl.minimum(cut1 + quarter, high - 1)
-        cut3 = tl.minimum(cut2 + quarter, high - 1)
-        cut1 = tl.minimum(cut1, high - 1)
+        cut1 = tl.minimum(low + quarter, high - 1)
+        cut2 = tl.minimum(low + 2 * quarter, high - 1)
+        cut3 = tl.minimum(low + 3 * quarter, high - 1)
         value1, value2, value3 = _value(cut1), _value(cut2), _value(cut3)
         found1 = tl.zeros([TILE], tl.int32)
         found2 = tl.zeros([TILE], tl.int32)
@@ -762,34 +837,7 @@ def _select(
         else:
             high = cut1
             above = count1
-
-    border = _value(low)
-    equals = tl.where(reached > k, k - above, reached)  # how many that equal the border are kept
-    written = reached * 0
-    passed = reached * 0
-    for start in range(0, count, TILE):
-        x = tl.load(at + start + n, mask=start + n < count, other=float("-inf"))
-        # Both counts run in one scan: a tile has less than 2^15 scores.
-        if tl.max(x, 0) >= border:
-            over = x > border
-            equal = x == border
-            running = tl.cumsum(over.to(tl.int32) + (equal.to(tl.int32) << 16), 0)
-            rank = passed + (running >> 16)  # of an equal one, from 1
-            keep = over | (equal & (rank <= equals))
-            place = written + (running & 0xFFFF) + tl.minimum(rank, equals) - tl.minimum(passed, equals) - 1
-            if KIND == 2:
-                number = start + n
-                block = tl.load(candidates + row.to(tl.int64) * CANDIDATES + number // SIZE, mask=keep, other=0)
-                number = block * SIZE + number % SIZE
-            else:
-                number = start + n
-            tl.store(best + row.to(tl.int64) * k + place, number, mask=keep)
-            new_over = tl.sum(over.to(tl.int32), 0)
-            new_equal = tl.sum(equal.to(tl.int32), 0)
-            written += new_over + tl.minimum(passed + new_equal, equals) - tl.minimum(passed, equals)
-            passed += new_equal
-    rest = tl.arange(0, PADDED)
-    tl.store(best + row.to(tl.int64) * k + rest, tl.full([PADDED], -1, tl.int32), mask=(rest >= written) & (rest < k))
+    return low, reached, above
 
 
 # ---- in kernels ---------------------------------------------------------------------------------------------------
