@@ -15,13 +15,12 @@ import torch
 from torch import Tensor
 
 from flashstep.config import FP8_BLOCK, ModelConfig
-from flashstep.stages.triton_ops import dot, interpreted, quantize_fp8, round_bf16, to_bf16
+from flashstep.stages.triton_ops import Build, dot, interpreted, quantize_fp8, round_bf16, to_bf16
 
 import triton  # isort: skip
 import triton.language as tl  # isort: skip
 
-_MIX_COLUMNS = 64  # of a step of the mixes: a chunk of `boundary.cuda.pack_fn`
-_MIX_SLICES = 8  # programs that share the columns of a block of rows, at most
+_MIX_PROGRAMS = 264  # that run at once: two a multiprocessor
 _CHUNK = 1024  # columns of the stream that a program holds at once
 
 
@@ -56,32 +55,31 @@ def _mix_sums(
     COLUMNS: tl.constexpr,
     COUNT: tl.constexpr,
     ROWS: tl.constexpr,
-    STEP: tl.constexpr,
-    SLICES: tl.constexpr,
+    SLICE: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    inside = row < rows
-    piece = tl.arange(0, STEP)
+    """A slice of the columns, whose part of fn stays where the products read it, and every n-th tile of rows."""
+    slice = tl.program_id(0)
+    column = slice * SLICE + tl.arange(0, SLICE)
     output = tl.arange(0, 32)
-    total = tl.zeros((ROWS, 32), tl.float32)
-    squares = tl.zeros((ROWS,), tl.float32)
-    for chunk in range(tl.program_id(1), COLUMNS // STEP, SLICES):
-        column = chunk * STEP + piece
-        x = tl.load(stream + row[:, None].to(tl.int64) * COLUMNS + column[None, :], mask=inside[:, None], other=0.0)
-        weight = _fn_part(fn, output[None, :], column[:, None], COUNT)
-        # A float32 is the sum of three bf16, of which each holds the next 8 bits: the products are exact.
-        first = weight.to(tl.bfloat16)
-        left = weight - first.to(tl.float32)
-        second = left.to(tl.bfloat16)
-        third = (left - second.to(tl.float32)).to(tl.bfloat16)
-        total = dot(x, third, total)
+    weight = _fn_part(fn, output[None, :], column[:, None], COUNT)
+    # A float32 is the sum of three bf16, of which each holds the next 8 bits: the products are exact.
+    first = weight.to(tl.bfloat16)
+    left = weight - first.to(tl.float32)
+    second = left.to(tl.bfloat16)
+    third = (left - second.to(tl.float32)).to(tl.bfloat16)
+    for tile in tl.range(tl.program_id(1), (rows + ROWS - 1) // ROWS, tl.num_programs(1), num_stages=STAGES):
+        row = tile * ROWS + tl.arange(0, ROWS)
+        inside = (row < rows)[:, None]
+        x = tl.load(stream + row[:, None].to(tl.int64) * COLUMNS + column[None, :], mask=inside, other=0.0)
+        total = dot(x, third, tl.zeros((ROWS, 32), tl.float32))
         total = dot(x, second, total)
         total = dot(x, first, total)
         wide = x.to(tl.float32)
-        squares += tl.sum(wide * wide, 1)
-    total += tl.where(output[None, :] == COUNT, squares[:, None], 0.0)
-    place = (tl.program_id(1) * rows + row[:, None]).to(tl.int64) * 32 + output[None, :]
-    tl.store(sums + place, total, mask=inside[:, None])
+        squares = tl.sum(wide * wide, 1)
+        total += tl.where(output[None, :] == COUNT, squares[:, None], 0.0)
+        place = (slice.to(tl.int64) * rows + row[:, None]) * 32 + output[None, :]
+        tl.store(sums + place, total, mask=inside)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -103,33 +101,43 @@ def _coefficients(
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = row < rows
     copy = tl.arange(0, HC)
-    pair = copy[:, None] * HC + copy[None, :]
+    pair = tl.arange(0, HC * HC)
     squares = tl.zeros((ROWS,), tl.float32)
     pre = tl.zeros((ROWS, HC), tl.float32)
     post = tl.zeros((ROWS, HC), tl.float32)
-    comb = tl.zeros((ROWS, HC, HC), tl.float32)
-    for slice in range(SLICES):
-        at = sums + (slice * rows + row).to(tl.int64) * 32
-        squares += tl.load(at + COUNT, mask=inside, other=1.0)
-        pre += tl.load(at[:, None] + copy[None, :], mask=inside[:, None], other=0.0)
-        post += tl.load(at[:, None] + HC + copy[None, :], mask=inside[:, None], other=0.0)
-        comb += tl.load(at[:, None, None] + 2 * HC + pair[None, :, :], mask=inside[:, None, None], other=0.0)
-    inverse = 1 / tl.sqrt_rn(squares / columns + rms_eps)
-    pre = pre * inverse[:, None] * tl.load(scale) + tl.load(base + copy)[None, :]
-    post = post * inverse[:, None] * tl.load(scale + 1) + tl.load(base + HC + copy)[None, :]
-    comb = comb * inverse[:, None, None] * tl.load(scale + 2) + tl.load(base + 2 * HC + pair)[None, :, :]
-    pre = 1 / (1 + tl.exp(-pre)) + eps
-    post = 2 / (1 + tl.exp(-post))
+    flat = tl.zeros((ROWS, HC * HC), tl.float32)
+    for begin in range(0, SLICES, 16):
+        slice = begin + tl.arange(0, 16)
+        some = (slice < SLICES)[:, None] & inside[None, :]
+        at = sums + (slice[:, None].to(tl.int64) * rows + row[None, :]) * 32
+        squares += tl.sum(tl.load(at + COUNT, mask=some, other=0.0), 0)
+        pre += tl.sum(tl.load(at[:, :, None] + copy[None, None, :], mask=some[:, :, None], other=0.0), 0)
+        post += tl.sum(tl.load(at[:, :, None] + HC + copy[None, None, :], mask=some[:, :, None], other=0.0), 0)
+        flat += tl.sum(tl.load(at[:, :, None] + 2 * HC + pair[None, None, :], mask=some[:, :, None], other=0.0), 0)
+    inverse = (1 / tl.sqrt_rn(squares / columns + rms_eps))[:, None]
+    pre = pre * inverse * tl.load(scale) + tl.load(base + copy)[None, :]
+    post = post * inverse * tl.load(scale + 1) + tl.load(base + HC + copy)[None, :]
+    flat = flat * inverse * tl.load(scale + 2) + tl.load(base + 2 * HC + pair)[None, :]
+    pre = _sigmoid(pre) + eps
+    post = 2 * _sigmoid(post)
+    comb = tl.reshape(flat, (ROWS, HC, HC))
     comb = tl.exp(comb - tl.max(comb, 2)[:, :, None])
     comb = comb / tl.sum(comb, 2)[:, :, None] + eps
     comb = comb / (tl.sum(comb, 1)[:, None, :] + eps)
     for _ in range(ITERATIONS - 1):
         comb = comb / (tl.sum(comb, 2)[:, :, None] + eps)
         comb = comb / (tl.sum(comb, 1)[:, None, :] + eps)
-    at = out + row.to(tl.int64) * COUNT
-    tl.store(at[:, None] + copy[None, :], pre, mask=inside[:, None])
-    tl.store(at[:, None] + HC + copy[None, :], post, mask=inside[:, None])
-    tl.store(at[:, None, None] + 2 * HC + pair[None, :, :], comb, mask=inside[:, None, None])
+    at = out + row[:, None].to(tl.int64) * COUNT
+    tl.store(at + copy[None, :], pre, mask=inside[:, None])
+    tl.store(at + HC + copy[None, :], post, mask=inside[:, None])
+    tl.store(at + 2 * HC + pair[None, :], tl.reshape(comb, (ROWS, HC * HC)), mask=inside[:, None])
+
+
+@triton.jit
+def _sigmoid(x):
+    """1 / (1 + e^-x); no exponential overflows."""
+    small = tl.exp(-tl.abs(x))
+    return tl.where(x < 0, small, 1.0) / (1 + small)
 
 
 def mixes(stream: Tensor, fn: Tensor, base: Tensor, scale: Tensor, config: ModelConfig) -> Tensor:
@@ -140,19 +148,16 @@ def mixes(stream: Tensor, fn: Tensor, base: Tensor, scale: Tensor, config: Model
     """
     rows, hc, hidden = stream.shape
     count, columns = (2 + hc) * hc, hc * hidden
-    slices = min(_MIX_SLICES, columns // _MIX_COLUMNS) if not interpreted() else 1
-    step = _MIX_COLUMNS if not interpreted() else columns & -columns
-    block = 128 if rows > 1024 else 16
-    if interpreted():
-        block = max(16, min(256, triton.next_power_of_2(rows)))
-    sums = torch.empty(slices, rows, 32, device=stream.device)
     out = torch.empty(rows, count, device=stream.device)
     if not rows:
         return out
-    _mix_sums[(triton.cdiv(rows, block), slices)](
-        stream, fn, sums, rows, columns, count, block, step, slices, num_warps=4, num_stages=3
+    cut = _MixCut.of(columns, hip=torch.version.hip is not None)
+    slices = columns // cut.columns
+    sums = torch.empty(slices, rows, 32, device=stream.device)
+    _mix_sums[(slices, min(triton.cdiv(rows, cut.rows), max(1, _MIX_PROGRAMS // slices)))](
+        stream, fn, sums, rows, columns, count, cut.rows, cut.columns, cut.stages, num_warps=4
     )
-    block = 64 if not interpreted() else 1024
+    block = 16 if not interpreted() else 256
     _coefficients[(triton.cdiv(rows, block),)](
         sums,
         base,
@@ -170,6 +175,21 @@ def mixes(stream: Tensor, fn: Tensor, base: Tensor, scale: Tensor, config: Model
         num_warps=4,
     )
     return out
+
+
+@dataclass(frozen=True)
+class _MixCut:
+    """Rows and columns of a product of the mixes, and the stages of its loads."""
+
+    rows: int
+    columns: int
+    stages: int
+
+    @classmethod
+    def of(cls, columns: int, *, hip: bool) -> _MixCut:
+        """Such that two programs share a multiprocessor's memory, or (HIP) that a program's registers suffice."""
+        rows, width, stages = (32, 128, 1) if hip else (64, 256, 2)
+        return cls(rows, min(width, columns & -columns), stages)
 
 
 # -- the stream -------------------------------------------------------------------------------------------------------
@@ -348,3 +368,56 @@ def _launch(
             num_warps=4,
         )
     return behind, Input(values, codes, scales, collapsed)
+
+
+def _boundary_build(*, expand: bool, taps: bool, collapse: bool, first: bool) -> Build:
+    pointers = ("stream", "stream_out", "taps", "norm", "collapsed", "values")
+    arguments = {name: "*bf16" for name in pointers} | {
+        "output": "*fp32",
+        "coefficients": "*fp32",
+        "pre": "*fp32",
+        "codes": "*u8",
+        "scales": "*u8",
+        "tap_stride": "i32",
+        "tap_column": "i32",
+        "rows": "i32",
+        "rms_eps": "fp32",
+    }
+    constants = {"HIDDEN": 5120, "HC": 4, "COUNT": 24, "ROWS": 1, "CHUNK": _CHUNK}
+    return Build(
+        _boundary,
+        arguments,
+        constants | {"EXPAND": expand, "TAPS": taps, "COLLAPSE": collapse, "FIRST": first},
+    )
+
+
+# What the released model compiles, for the test that all of it compiles.
+KERNELS = [
+    *(
+        Build(
+            _mix_sums,
+            {"stream": "*bf16", "fn": "*fp32", "sums": "*fp32", "rows": "i32"},
+            {"COLUMNS": 20480, "COUNT": 24, "ROWS": cut.rows, "SLICE": cut.columns, "STAGES": cut.stages},
+            backends=(backend,),
+        )
+        for backend in ("cuda", "hip")
+        for cut in [_MixCut.of(20480, hip=backend == "hip")]
+    ),
+    Build(
+        _coefficients,
+        {
+            "sums": "*fp32",
+            "base": "*fp32",
+            "scale": "*fp32",
+            "out": "*fp32",
+            "rows": "i32",
+            "columns": "i32:16",
+            "rms_eps": "fp32",
+            "eps": "fp32",
+        },
+        {"HC": 4, "COUNT": 24, "SLICES": 80, "ITERATIONS": 20, "ROWS": 16},
+    ),
+    _boundary_build(expand=True, taps=True, collapse=True, first=False),
+    _boundary_build(expand=True, taps=False, collapse=False, first=False),
+    _boundary_build(expand=False, taps=False, collapse=True, first=True),
+]

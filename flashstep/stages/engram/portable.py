@@ -13,10 +13,13 @@ from torch import Tensor
 from flashstep.config import FP8_BLOCK, ModelConfig
 from flashstep.stages.attention.portable import Batch, write_ring
 from flashstep.stages.engram.cuda import Hash
-from flashstep.stages.triton_ops import decode_e4m3, decode_ue8m0, interpreted, quantize_fp8, round_bf16, to_bf16
+from flashstep.stages.triton_ops import Build, decode_e4m3, decode_ue8m0, interpreted, quantize_fp8, round_bf16, to_bf16
 
 import triton  # isort: skip
 import triton.language as tl  # isort: skip
+
+_ROWS = 4  # of a program that gathers
+_CHUNK = 1024  # columns of the stream that a program holds at once
 
 # -- table rows -------------------------------------------------------------------------------------------------------
 
@@ -106,7 +109,7 @@ def rows(
     scales = torch.empty(count, columns * dim // FP8_BLOCK, dtype=torch.uint8, device=ids.device)
     numbers = torch.empty(count, columns, dtype=torch.int64, device=ids.device)
     if count:
-        block = 4 if not interpreted() else min(256, triton.next_power_of_2(count))
+        block = _ROWS if not interpreted() else min(256, triton.next_power_of_2(count))
         _rows[(triton.cdiv(count, block), columns)](
             ids,
             batch.positions,
@@ -198,6 +201,25 @@ def inject(
             config.rms_norm_eps,
             hidden,
             hc,
-            min(1024, hidden & -hidden),
+            min(_CHUNK, hidden & -hidden),
             num_warps=4,
         )
+
+
+# What the released model compiles, for the test that all of it compiles.
+KERNELS = [
+    Build(
+        _rows,
+        {name: "*i32" for name in ("ids", "positions", "slots", "first", "history")}
+        | {name: "*i64" for name in ("multipliers", "primes", "offsets", "numbers")}
+        | {name: "*u8" for name in ("table", "table_scales", "codes", "scales")}
+        | {name: "i32" for name in ("pad", "ring", "rows", "columns")},
+        {"HEADS": 4, "DIM": 256, "LONGEST": 4, "ROWS": _ROWS},
+    ),
+    Build(
+        _inject,
+        {name: "*bf16" for name in ("stream", "query_weight", "key_weight", "out")}
+        | {"projected": "*fp32", "eps": "fp32"},
+        {"HIDDEN": 5120, "HC": 4, "CHUNK": _CHUNK},
+    ),
+]
