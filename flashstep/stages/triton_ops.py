@@ -17,7 +17,8 @@ from typing import Any
 import torch
 
 if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")
+    # As good as 1, by which somebody who wants the interpreter says so (`backends.py`).
+    os.environ.setdefault("TRITON_INTERPRET", "true")
 # a * b + c may become one instruction, in every version of Triton: where bits are promised, products are exact.
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 
