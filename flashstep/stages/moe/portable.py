@@ -284,7 +284,7 @@ def _multiply(
     blocks = triton.cdiv(rows, size) if visits is None else visits.blocks.shape[0]
     tiles, columns = (shape.inner // 32, shape.hidden) if gate_up else (shape.hidden // 64, shape.inner)
     cut = cut or choose_cut(size, tiles, columns)
-    _product[(tiles // cut.tiles, blocks)](
+    _product[(triton.cdiv(tiles, cut.tiles), blocks)](
         weights,
         x,
         out,
@@ -375,6 +375,7 @@ def _block(
     WHOLE: tl.constexpr = COLUMNS % (WIDTH * U) == 0
     tile = tl.program_id(0) * T
     base = weights + (expert * TILES + tile).to(tl.int64) * (PIECES * PIECE_BYTES)
+    behind = TILES - 1 - tile  # tiles behind the last one are the last one once more; they are not stored
 
     index = tl.arange(0, N)
     place = first + tl.minimum(index, count - 1)
@@ -390,13 +391,13 @@ def _block(
     x += row.to(tl.int64)[:, None] * COLUMNS + column[None, :]
 
     unit_tile = tl.arange(0, U * T)
-    in_tile = (unit_tile % T) * (PIECES * PIECE_BYTES)
+    in_tile = tl.minimum(unit_tile % T, behind) * (PIECES * PIECE_BYTES)
     words_at = tl.arange(0, 512)[None, :]
-    # Scales are loaded as they are used: [U T 2, 128], a lane's row r or r + 8.
+    # Scales are loaded as they are used: [U 2 T, 128], a lane's row r or r + 8.
     unit_half = tl.arange(0, 2 * U * T)
     lane = tl.arange(0, 128)
-    half_in_tile = (unit_half // 2 % T) * (PIECES * PIECE_BYTES)
-    scale_row = ((unit_half % 2) * 8)[:, None] + (lane // 32 * 16 + lane // 4 % 8)[None, :]
+    half_in_tile = tl.minimum(unit_half % T, behind) * (PIECES * PIECE_BYTES)
+    scale_row = ((unit_half // T % 2) * 8)[:, None] + (lane // 32 * 16 + lane // 4 % 8)[None, :]
 
     sums = tl.zeros((64 * T, N), tl.float32)
     following = tl.minimum(unit_half // (2 * T), UNITS - 1)
@@ -415,7 +416,7 @@ def _block(
             operand = _fp4_operand(words, scale, T, U)
         else:
             factor = ops.decode_ue8m0(scale) * ops.E4M3_IN_BF16
-            factor = tl.permute(tl.reshape(factor, (U, T, 2, 4, 8, 4)), (0, 1, 3, 4, 5, 2))
+            factor = tl.permute(tl.reshape(factor, (U, 2, T, 4, 8, 4)), (0, 2, 3, 4, 5, 1))
             operand = fp8_operand(words, factor, T, U)
         following = tl.minimum((step + 1) * U + unit_half // (2 * T), UNITS - 1)
         scale = _scales(base, following, half_in_tile, scale_row, PIECE, ROUTED)
@@ -436,12 +437,13 @@ def _block(
         h = tl.permute(tl.reshape(h, (2 * T, 4, 2, 2, N)), (0, 3, 1, 2, 4))  # operand order
         column = tile * 32 + tl.arange(0, 32 * T)
         out += place.to(tl.int64)[None, :] * INNER + column[:, None]
-        tl.store(out, tl.reshape(h, (32 * T, N)).to(tl.bfloat16), mask=(index < count)[None, :])
+        inside = (index < count)[None, :] & (column < INNER)[:, None]
+        tl.store(out, tl.reshape(h, (32 * T, N)).to(tl.bfloat16), mask=inside)
     else:
         HIDDEN: tl.constexpr = 64 * TILES
         column = tile * 64 + tl.arange(0, 64 * T)
         out += visit.to(tl.int64)[None, :] * HIDDEN + column[:, None]
-        tl.store(out, ops.to_bf16(sums), mask=(index < count)[None, :])
+        tl.store(out, ops.to_bf16(sums), mask=(index < count)[None, :] & (column < HIDDEN)[:, None])
 
 
 @triton.jit
@@ -465,7 +467,7 @@ def _scales(base, unit, in_tile, row, PIECE: tl.constexpr, ROUTED: tl.constexpr)
 def _fp4_operand(words, scale, T: tl.constexpr, U: tl.constexpr):
     """bf16 [64 T, 64 U] of fp4 units, columns in operand order. `scale` int16 [2 U T, 128]: codes of two groups."""
     words = tl.reshape(words, (U, T, 4, 8, 4, 2, 2))
-    scale = tl.permute(tl.reshape(scale, (U, T, 2, 4, 8, 4)), (0, 1, 3, 4, 5, 2)).to(tl.int32)
+    scale = tl.permute(tl.reshape(scale, (U, 2, T, 4, 8, 4)), (0, 2, 3, 4, 5, 1)).to(tl.int32)
     scale = tl.join(scale & 255, (scale >> 8) & 255)  # unit, tile, warp, r, q, half, group
     # e2m1 bits where bf16 has its own are 2^-126 of the value, so the factor is 2^(code - 1).
     factor = (tl.maximum(scale + 126, 0) << 23).to(tl.float32, bitcast=True)
