@@ -183,9 +183,9 @@ def block_rows(rows: int, shape: Shape) -> int:
     return 16 if expected <= 8 else 32 if expected <= 16 else 64 if expected <= 32 else 128
 
 
-def choose_cut(size: int, *, gate_up: bool) -> Cut:
+def choose_cut(size: int, *, gate_up: bool, routed: bool) -> Cut:
     """The cut of products with blocks of `size` rows: from the same measurement."""
-    if size <= 16:
+    if size <= 16 or (size <= 64 and not routed):
         return Cut(1, 2, 4, 4) if gate_up else Cut(1, 1, 4, 5)
     return Cut(2, 1, 4, 3, 64 if size > 64 else 0)
 
@@ -282,7 +282,7 @@ def _multiply(
     size = shared_rows(rows) if visits is None else visits.size
     blocks = triton.cdiv(rows, size) if visits is None else visits.blocks.shape[0]
     tiles = shape.inner // 32 if gate_up else shape.hidden // 64
-    cut = cut or choose_cut(size, gate_up=gate_up)
+    cut = cut or choose_cut(size, gate_up=gate_up, routed=visits is not None)
     _product[(triton.cdiv(tiles, cut.tiles), blocks)](
         weights,
         x,
@@ -528,7 +528,7 @@ def _bits(words, SHIFT: tl.constexpr):
 def _released(rows: int, *, gate_up: bool, routed: bool) -> ops.Build:
     shape = Shape(5120, 576, 384, 6, 1.5)
     size = block_rows(rows, shape) if routed else shared_rows(rows)
-    cut = choose_cut(size, gate_up=gate_up)
+    cut = choose_cut(size, gate_up=gate_up, routed=routed)
     arguments = {"weights": "*u8", "x": "*bf16", "out": "*bf16", "rows": "i32"}
     if routed:
         arguments |= {"order": "*i32", "blocks": "*i32"}
