@@ -187,7 +187,7 @@ def choose_cut(size: int, *, gate_up: bool, routed: bool) -> Cut:
     """The cut of products with blocks of `size` rows: from the same measurement."""
     if size <= 16 or (size <= 64 and not routed):
         return Cut(1, 2, 4, 4) if gate_up else Cut(1, 1, 4, 5)
-    return Cut(2, 1, 4, 3, 64 if size > 64 else 0)
+    return Cut(2, 1, 4, 3, 64 if routed and size > 64 else 0)
 
 
 def experts(
