@@ -12,6 +12,7 @@ a holds column 4 q + 2 a + b. Which order the columns of a sum have does not mat
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -171,20 +172,24 @@ class Shape:
     split: int = 1
 
 
-def choose_shape(rows: int, outputs: int, columns: int, kind: Kind) -> Shape:
-    """The shape of a product, from a fixed table measured on an H200."""
-    if rows <= 16:
-        programs = triton.cdiv(outputs, 64)
-        split = max(1, min(triton.next_power_of_2(_PROGRAMS // programs), columns // 512))
-        return Shape(1, 16, 4, 4, 4, split)
+def choose_shape(rows: int, outputs: int, columns: int) -> Shape:
+    """The shape of a product, by rules that stay as they were measured on an H200: equal calls give equal bits."""
     if rows <= 64:
-        programs = triton.cdiv(outputs, 64)
-        split = max(1, min(triton.next_power_of_2(_PROGRAMS // programs), columns // 512))
-        return Shape(1, 64, 2, 4, 4, split)
-    return Shape(2, 128, 2, 4, 3)
+        width = 16 if rows <= 16 else 64
+        if outputs >= 16384:
+            return Shape(2, width, 2, 8 if rows <= 16 else 4, 4 if rows <= 16 else 3)
+        return Shape(1, width, 4 if rows <= 16 else 2, 4, 4, _split(triton.cdiv(outputs, 64), columns))
+    if triton.cdiv(outputs, 128) * triton.cdiv(rows, 256) >= 96:
+        return Shape(2, 256, 2, 8, 3)
+    if triton.cdiv(outputs, 128) * triton.cdiv(rows, 128) >= 128:
+        return Shape(2, 128, 2, 4, 3)
+    return Shape(1, 128, 2, 4, 4, _split(triton.cdiv(outputs, 64) * triton.cdiv(rows, 128), columns))
 
 
-_PROGRAMS = 132  # that few rows are spread over
+def _split(programs: int, columns: int) -> int:
+    """Programs that share K, a power of two: about 264 in all, with at least 320 columns each."""
+    wanted = min(264 / programs, columns / 320)
+    return 1 << max(0, round(math.log2(wanted)))
 
 
 def product(
@@ -212,7 +217,7 @@ def product(
         raise ValueError(f"output {tuple(out.shape)} of {out.dtype}: expected {(rows, weight.outputs)} bf16 or float32")
     if not rows:
         return out
-    shape = shape or choose_shape(rows, weight.outputs, columns, weight.kind)
+    shape = shape or choose_shape(rows, weight.outputs, columns)
     blocks = triton.cdiv(weight.outputs, 64 * shape.tiles), triton.cdiv(rows, shape.rows), shape.split
     parts = out
     if shape.split > 1:
@@ -328,7 +333,7 @@ def _add(parts, out, rows, outputs, out_stride, SPLIT: tl.constexpr, BLOCK: tl.c
 
 
 def _released(outputs: int, columns: int, kind: Kind, rows: int) -> ops.Build:
-    shape = choose_shape(rows, outputs, columns, kind)
+    shape = choose_shape(rows, outputs, columns)
     size = triton.cdiv(columns, 128) * 4 * 516 if kind == "fp8" else triton.cdiv(columns, 32) * 1024
     weight = PackedWeight(torch.empty(outputs // TILE, size, dtype=torch.uint8, device="meta"), outputs, columns, kind)
     out = "*fp32" if shape.split > 1 or kind == "bf16" else "*bf16"

@@ -167,7 +167,7 @@ def _place(
 class Cut:
     """How products are cut: a program has `tiles` x 64 weight rows of a block and takes `steps` x 64 columns at a time.
 
-    small: blocks of at most so many rows take products that narrow (0: none do).
+    small: blocks of at most so many rows, and of at most 1.5 times as many, take products that narrow (0: none do).
     """
 
     tiles: int
@@ -178,17 +178,16 @@ class Cut:
 
 
 def block_rows(rows: int, shape: Shape) -> int:
-    """Rows of a block of visits: a fixed table, measured on an H200."""
+    """Rows of a block of visits, by a rule that stays as it was measured on an H200: equal calls give equal bits."""
     expected = rows * shape.top_k / shape.experts
     return 16 if expected <= 8 else 32 if expected <= 16 else 64 if expected <= 32 else 128
 
 
-def choose_cut(size: int, tiles: int, columns: int) -> Cut:
-    """The cut of products of `tiles` tiles and `columns` of K with blocks of `size` rows: from the same measurement."""
-    both = 2 if tiles % 2 == 0 else 1
-    if size <= 32:
-        return Cut(1, 2 if columns % 128 == 0 else 1, 4, 4)
-    return Cut(both, 1, 4, 3, 64 if size > 64 else 0)
+def choose_cut(size: int, *, gate_up: bool, routed: bool) -> Cut:
+    """The cut of products with blocks of `size` rows: from the same measurement."""
+    if size <= 16 or (size <= 64 and not routed):
+        return Cut(1, 2, 4, 4) if gate_up else Cut(1, 1, 4, 5)
+    return Cut(2, 1, 4, 3, 64 if routed and size > 64 else 0)
 
 
 def experts(
@@ -282,9 +281,9 @@ def _multiply(
     rows = x.shape[0]
     size = shared_rows(rows) if visits is None else visits.size
     blocks = triton.cdiv(rows, size) if visits is None else visits.blocks.shape[0]
-    tiles, columns = (shape.inner // 32, shape.hidden) if gate_up else (shape.hidden // 64, shape.inner)
-    cut = cut or choose_cut(size, tiles, columns)
-    _product[(tiles // cut.tiles, blocks)](
+    tiles = shape.inner // 32 if gate_up else shape.hidden // 64
+    cut = cut or choose_cut(size, gate_up=gate_up, routed=visits is not None)
+    _product[(triton.cdiv(tiles, cut.tiles), blocks)](
         weights,
         x,
         out,
@@ -342,17 +341,22 @@ def _product(
         if SMALL == 0:
             _block(
                 weights, x, out, order, route_weights, expert, first, count,
-                COLUMNS, TILES, PIECE, TOP_K, LIMIT, GATE_UP, ROUTED, T, S, N, STAGES,
+                COLUMNS, TILES, PIECE, TOP_K, LIMIT, GATE_UP, ROUTED, T, S, N, 0, STAGES,
             )  # fmt: skip
         elif count <= SMALL:
             _block(
                 weights, x, out, order, route_weights, expert, first, count,
-                COLUMNS, TILES, PIECE, TOP_K, LIMIT, GATE_UP, ROUTED, T, S, SMALL, STAGES,
+                COLUMNS, TILES, PIECE, TOP_K, LIMIT, GATE_UP, ROUTED, T, S, SMALL, 0, STAGES,
+            )  # fmt: skip
+        elif count <= SMALL + SMALL // 2:
+            _block(
+                weights, x, out, order, route_weights, expert, first, count,
+                COLUMNS, TILES, PIECE, TOP_K, LIMIT, GATE_UP, ROUTED, T, S, SMALL, SMALL // 2, STAGES,
             )  # fmt: skip
         else:
             _block(
                 weights, x, out, order, route_weights, expert, first, count,
-                COLUMNS, TILES, PIECE, TOP_K, LIMIT, GATE_UP, ROUTED, T, S, N, STAGES,
+                COLUMNS, TILES, PIECE, TOP_K, LIMIT, GATE_UP, ROUTED, T, S, N, 0, STAGES,
             )  # fmt: skip
 
 
@@ -361,66 +365,95 @@ def _block(
     weights, x, out, order, route_weights, expert, first, count,
     COLUMNS: tl.constexpr, TILES: tl.constexpr, PIECE: tl.constexpr, TOP_K: tl.constexpr, LIMIT: tl.constexpr,
     GATE_UP: tl.constexpr, ROUTED: tl.constexpr, T: tl.constexpr, S: tl.constexpr, N: tl.constexpr,
-    STAGES: tl.constexpr,
+    MORE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """64 T weight rows times up to N rows. A unit (2048 bytes of a tile) has 64 columns of fp4, 32 of fp8."""
+    """64 T weight rows times up to N + MORE rows. A unit (2048 bytes of a tile) has 64 columns of fp4, 32 of fp8."""
     WIDTH: tl.constexpr = 64 if ROUTED else 32  # columns of a unit
     U: tl.constexpr = S if ROUTED else 2 * S  # units of a step
     PER_PIECE: tl.constexpr = PIECE // WIDTH
-    CODES: tl.constexpr = 2048 * PER_PIECE
-    PIECE_BYTES: tl.constexpr = CODES + 2 * PIECE
+    PIECE_BYTES: tl.constexpr = 2048 * PER_PIECE + 2 * PIECE
     PIECES: tl.constexpr = (COLUMNS + PIECE - 1) // PIECE
     UNITS: tl.constexpr = PIECES * PER_PIECE
     STEPS: tl.constexpr = (UNITS + U - 1) // U
     WHOLE: tl.constexpr = COLUMNS % (WIDTH * U) == 0
     tile = tl.program_id(0) * T
     base = weights + (expert * TILES + tile).to(tl.int64) * (PIECES * PIECE_BYTES)
-
-    index = tl.arange(0, N)
-    place = first + tl.minimum(index, count - 1)
-    if ROUTED:
-        visit = tl.load(order + place)
-    else:
-        visit = place
-    if GATE_UP and ROUTED:
-        row = visit // TOP_K
-    else:
-        row = place
-    column = tl.arange(0, WIDTH * U)
-    x += row.to(tl.int64)[:, None] * COLUMNS + column[None, :]
+    behind = TILES - 1 - tile  # tiles behind the last one are the last one once more; they are not stored
 
     unit_tile = tl.arange(0, U * T)
-    in_tile = (unit_tile % T) * (PIECES * PIECE_BYTES)
+    in_tile = tl.minimum(unit_tile % T, behind) * (PIECES * PIECE_BYTES)
     words_at = tl.arange(0, 512)[None, :]
-    # Scales are loaded as they are used: [U T 2, 128], a lane's row r or r + 8.
+    # Scales are loaded as they are used: [U 2 T, 128], a lane's row r or r + 8.
     unit_half = tl.arange(0, 2 * U * T)
     lane = tl.arange(0, 128)
-    half_in_tile = (unit_half // 2 % T) * (PIECES * PIECE_BYTES)
-    scale_row = ((unit_half % 2) * 8)[:, None] + (lane // 32 * 16 + lane // 4 % 8)[None, :]
+    half_in_tile = tl.minimum(unit_half % T, behind) * (PIECES * PIECE_BYTES)
+    scale_row = ((unit_half // T % 2) * 8)[:, None] + (lane // 32 * 16 + lane // 4 % 8)[None, :]
 
+    column = tl.arange(0, WIDTH * U)
+    index = tl.arange(0, N)
+    values_at = x + _rows(order, first, count, index, TOP_K, GATE_UP, ROUTED)[:, None] * COLUMNS + column[None, :]
     sums = tl.zeros((64 * T, N), tl.float32)
+    if MORE > 0:
+        index_more = N + tl.arange(0, MORE)
+        more_at = x + _rows(order, first, count, index_more, TOP_K, GATE_UP, ROUTED)[:, None] * COLUMNS
+        more_at += column[None, :]
+        sums_more = tl.zeros((64 * T, MORE), tl.float32)
     following = tl.minimum(unit_half // (2 * T), UNITS - 1)
     scale = _scales(base, following, half_in_tile, scale_row, PIECE, ROUTED)
     for step in tl.range(0, STEPS, num_stages=STAGES):
         unit = step * U + unit_tile // T
         at = in_tile + unit // PER_PIECE * PIECE_BYTES + unit % PER_PIECE * 2048
         pointers = (base + at).to(tl.pointer_type(tl.int32))[:, None] + words_at
+        inside = (step * (WIDTH * U) + column < COLUMNS)[None, :]
         if WHOLE:
             words = tl.load(pointers)
-            values = tl.load(x + step * (WIDTH * U))
+            values = tl.load(values_at + step * (WIDTH * U))
         else:
             words = tl.load(pointers, mask=(unit < UNITS)[:, None], other=0)
-            values = tl.load(x + step * (WIDTH * U), mask=(step * (WIDTH * U) + column < COLUMNS)[None, :], other=0.0)
+            values = tl.load(values_at + step * (WIDTH * U), mask=inside, other=0.0)
         if ROUTED:
             operand = _fp4_operand(words, scale, T, U)
         else:
             factor = ops.decode_ue8m0(scale) * ops.E4M3_IN_BF16
-            factor = tl.permute(tl.reshape(factor, (U, T, 2, 4, 8, 4)), (0, 1, 3, 4, 5, 2))
+            factor = tl.permute(tl.reshape(factor, (U, 2, T, 4, 8, 4)), (0, 2, 3, 4, 5, 1))
             operand = fp8_operand(words, factor, T, U)
         following = tl.minimum((step + 1) * U + unit_half // (2 * T), UNITS - 1)
         scale = _scales(base, following, half_in_tile, scale_row, PIECE, ROUTED)
         sums = ops.dot(operand, values.T, sums)
+        if MORE > 0:
+            if WHOLE:
+                values_more = tl.load(more_at + step * (WIDTH * U))
+            else:
+                values_more = tl.load(more_at + step * (WIDTH * U), mask=inside, other=0.0)
+            sums_more = ops.dot(operand, values_more.T, sums_more)
+    _finish(sums, out, order, route_weights, first, count, index, TILES, LIMIT, GATE_UP, ROUTED, T, N)
+    if MORE > 0:
+        _finish(
+            sums_more, out, order, route_weights, first, count, index_more, TILES, LIMIT, GATE_UP, ROUTED, T, MORE
+        )  # fmt: skip
 
+
+@triton.jit
+def _rows(order, first, count, index, TOP_K: tl.constexpr, GATE_UP: tl.constexpr, ROUTED: tl.constexpr):
+    """int64 rows of the activations that places `index` of a block read; behind the last place, the last one's."""
+    place = first + tl.minimum(index, count - 1)
+    if GATE_UP and ROUTED:
+        place = tl.load(order + place) // TOP_K
+    return place.to(tl.int64)
+
+
+@triton.jit
+def _finish(
+    sums, out, order, route_weights, first, count, index,
+    TILES: tl.constexpr, LIMIT: tl.constexpr, GATE_UP: tl.constexpr, ROUTED: tl.constexpr, T: tl.constexpr,
+    N: tl.constexpr,
+):  # fmt: skip
+    """`sums` float32 [64 T, N] of places `index` become h, or the experts' outputs, and are stored."""
+    tile = tl.program_id(0) * T
+    place = first + tl.minimum(index, count - 1)
+    visit = place
+    if ROUTED:
+        visit = tl.load(order + place)
     if GATE_UP:
         INNER: tl.constexpr = 32 * TILES
         gate, up = tl.split(tl.permute(tl.reshape(sums, (4 * T, 2, 8, N)), (0, 2, 3, 1)))
@@ -436,12 +469,13 @@ def _block(
         h = tl.permute(tl.reshape(h, (2 * T, 4, 2, 2, N)), (0, 3, 1, 2, 4))  # operand order
         column = tile * 32 + tl.arange(0, 32 * T)
         out += place.to(tl.int64)[None, :] * INNER + column[:, None]
-        tl.store(out, tl.reshape(h, (32 * T, N)).to(tl.bfloat16), mask=(index < count)[None, :])
+        inside = (index < count)[None, :] & (column < INNER)[:, None]
+        tl.store(out, tl.reshape(h, (32 * T, N)).to(tl.bfloat16), mask=inside)
     else:
         HIDDEN: tl.constexpr = 64 * TILES
         column = tile * 64 + tl.arange(0, 64 * T)
         out += visit.to(tl.int64)[None, :] * HIDDEN + column[:, None]
-        tl.store(out, ops.to_bf16(sums), mask=(index < count)[None, :])
+        tl.store(out, ops.to_bf16(sums), mask=(index < count)[None, :] & (column < HIDDEN)[:, None])
 
 
 @triton.jit
@@ -465,7 +499,7 @@ def _scales(base, unit, in_tile, row, PIECE: tl.constexpr, ROUTED: tl.constexpr)
 def _fp4_operand(words, scale, T: tl.constexpr, U: tl.constexpr):
     """bf16 [64 T, 64 U] of fp4 units, columns in operand order. `scale` int16 [2 U T, 128]: codes of two groups."""
     words = tl.reshape(words, (U, T, 4, 8, 4, 2, 2))
-    scale = tl.permute(tl.reshape(scale, (U, T, 2, 4, 8, 4)), (0, 1, 3, 4, 5, 2)).to(tl.int32)
+    scale = tl.permute(tl.reshape(scale, (U, 2, T, 4, 8, 4)), (0, 2, 3, 4, 5, 1)).to(tl.int32)
     scale = tl.join(scale & 255, (scale >> 8) & 255)  # unit, tile, warp, r, q, half, group
     # e2m1 bits where bf16 has its own are 2^-126 of the value, so the factor is 2^(code - 1).
     factor = (tl.maximum(scale + 126, 0) << 23).to(tl.float32, bitcast=True)
@@ -494,8 +528,7 @@ def _bits(words, SHIFT: tl.constexpr):
 def _released(rows: int, *, gate_up: bool, routed: bool) -> ops.Build:
     shape = Shape(5120, 576, 384, 6, 1.5)
     size = block_rows(rows, shape) if routed else shared_rows(rows)
-    tiles, columns = (shape.inner // 32, shape.hidden) if gate_up else (shape.hidden // 64, shape.inner)
-    cut = choose_cut(size, tiles, columns)
+    cut = choose_cut(size, gate_up=gate_up, routed=routed)
     arguments = {"weights": "*u8", "x": "*bf16", "out": "*bf16", "rows": "i32"}
     if routed:
         arguments |= {"order": "*i32", "blocks": "*i32"}
