@@ -10,6 +10,9 @@ which has to happen before Triton is imported.
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -33,6 +36,22 @@ E2M1_IN_BF16 = tl.constexpr(2.0**126)
 def interpreted() -> bool:
     """Whether kernels run in Triton's interpreter, on the CPU: correct, and slow by the number of programs."""
     return bool(_INTERPRETED.value)
+
+
+@dataclass(frozen=True)
+class Build:
+    """A kernel as the released model compiles it. A portable module lists its own as `KERNELS`.
+
+    arguments: types of what is passed at run time, in Triton's words ("*bf16", "i32"). Multiples of 16:
+    pointers, and what has ":16" behind its type.
+    constants: all other arguments.
+    """
+
+    kernel: Any
+    arguments: Mapping[str, str]
+    constants: Mapping[str, Any] = field(default_factory=dict)
+    warps: int = 4
+    stages: int = 3
 
 
 # -- bf16 -----------------------------------------------------------------------------------------------------------
@@ -61,7 +80,8 @@ def bf16_pairs(word):
     """
     if _INTERPRETED:
         return tl.join((word << 16).to(tl.float32, bitcast=True), (word & -65536).to(tl.float32, bitcast=True))
-    return tl.join(word.to(tl.int16), (word >> 16).to(tl.int16)).to(tl.bfloat16, bitcast=True)
+    else:
+        return tl.join(word.to(tl.int16), (word >> 16).to(tl.int16)).to(tl.bfloat16, bitcast=True)
 
 
 @triton.jit
