@@ -439,29 +439,31 @@ def choose(
 class _Shape:
     """How the kernels of a choice are cut; results do not depend on it.
 
-    entries, product_rows: of a product of the scores. rows: that share the keys of a program. gathered, span: candidate
-    entries of a product and of a program. tile: scores that a selection reads at a time.
+    entries, product_rows: of a product of the scores. rows: that share the keys of a program. stages: products whose
+    queries are in flight. gathered, span: candidate entries of a product and of a program. tile: scores that a
+    selection reads at a time.
     """
 
     entries: int = 128
-    product_rows: int = 4
+    product_rows: int = 2
     rows: int = 32
-    warps: int = 8
+    warps: int = 4
+    stages: int = 2
     gathered: int = 128
-    span: int = 1024
+    span: int = 2048
     gather_warps: int = 4
-    tile: int = 4096
-    select_warps: int = 8
+    tile: int = 1024
+    select_warps: int = 4
 
     @classmethod
     def of(cls, device: torch.device) -> _Shape:
         if device.type == "cpu":
-            return cls(64, 2, 8, 1, 64, 128, 1, 128, 1)
+            return cls(64, 2, 8, 1, 1, 64, 128, 1, 128, 1)
         return cls()
 
     def scratch_bytes(self, config: ModelConfig) -> int:
         """Bytes of a row's selection, beside its scores."""
-        return 4 * (self.tile + 6 * triton.next_power_of_2(max(config.index_topk, config.candidate_topk_blocks)))
+        return 4 * (self.tile + 8 * triton.next_power_of_2(max(config.index_topk, config.candidate_topk_blocks)))
 
 
 @dataclass(frozen=True)
@@ -496,6 +498,7 @@ class _Piece:
             PRODUCT_ROWS=shape.product_rows,
             ROWS=shape.rows,
             num_warps=shape.warps,
+            num_stages=shape.stages,
         )
 
     def score_candidates(self, scores: Tensor, span: int) -> None:
@@ -539,7 +542,8 @@ class _Piece:
 
     def select(self, scores: Tensor, best: Tensor, k: int, kind: int) -> None:
         """The `k` best of each row of `scores`, as `best` [rows, k], ascending, -1 pads."""
-        rows, tile, padded = len(self.slots), self.shape.tile, triton.next_power_of_2(k)
+        rows, padded = len(self.slots), triton.next_power_of_2(k)
+        tile = max(self.shape.tile, 2 * padded)
         room = 2 * padded  # a third more than what reaches the bound if scores lie at random
         values = torch.empty(rows, tile + room, device=scores.device)
         numbers = torch.empty(rows, room, dtype=torch.int32, device=scores.device)
@@ -613,23 +617,22 @@ def _score(
             even, odd = _load_keys(
                 entry, entry < count, current, key_codes, key_scales, page_table, pages_per_slot, DIM, PAGE, ENTRIES
             )
-            for product in range((number - begin) // PRODUCT_ROWS * PRODUCT_ROWS + begin, begin + ROWS, PRODUCT_ROWS):
+            end = tl.max(tl.where((slot == current) & (row >= number), row + 1, 0), 0)
+            for product in range((number - begin) // PRODUCT_ROWS * PRODUCT_ROWS + begin, end, PRODUCT_ROWS):
                 mine = product + tl.arange(0, PRODUCT_ROWS)
-                mine_slot = tl.load(slots + mine, mask=mine < rows, other=-1)
-                found = (mine_slot == current) & (mine >= number)
-                if tl.max(found.to(tl.int32), 0) > 0:
-                    head = product * HEADS + tl.arange(0, PRODUCT_ROWS * HEADS)
-                    exists = head < rows * HEADS
-                    at = query + head[:, None].to(tl.int64) * DIM + tl.arange(0, DIM // 2)[None, :]
-                    q_even = tl.load(at, mask=exists[:, None], other=0)
-                    q_odd = tl.load(at + DIM // 2, mask=exists[:, None], other=0)
-                    dots = dot(even, tl.trans(q_even), tl.zeros([ENTRIES, PRODUCT_ROWS * HEADS], tl.float32))
-                    dots = dot(odd, tl.trans(q_odd), dots)
-                    weight = tl.load(weights + head, mask=exists, other=0.0)
-                    dots = tl.maximum(dots, 0.0) * weight[None, :]
-                    sums = tl.sum(tl.reshape(dots, [ENTRIES, PRODUCT_ROWS, HEADS]), 2)
-                    to = scores + mine[None, :].to(tl.int64) * stride + entry[:, None]
-                    tl.store(to, sums * 18446744073709551616.0, mask=found[None, :])
+                head = product * HEADS + tl.arange(0, PRODUCT_ROWS * HEADS)
+                exists = head < rows * HEADS
+                at = query + head[:, None].to(tl.int64) * DIM + tl.arange(0, DIM // 2)[None, :]
+                q_even = tl.load(at, mask=exists[:, None], other=0)
+                q_odd = tl.load(at + DIM // 2, mask=exists[:, None], other=0)
+                dots = dot(even, tl.trans(q_even), tl.zeros([ENTRIES, PRODUCT_ROWS * HEADS], tl.float32))
+                dots = dot(odd, tl.trans(q_odd), dots)
+                weight = tl.load(weights + head, mask=exists, other=0.0)
+                dots = tl.maximum(dots, 0.0) * weight[None, :]
+                sums = tl.sum(tl.reshape(dots, [ENTRIES, PRODUCT_ROWS, HEADS]), 2)
+                to = scores + mine[None, :].to(tl.int64) * stride + entry[:, None]
+                of_request = (mine >= number) & (mine < end)
+                tl.store(to, sums * 18446744073709551616.0, mask=of_request[None, :])
 
 
 @triton.jit
