@@ -194,6 +194,12 @@ def _add_bench_step(parser: argparse.ArgumentParser) -> None:
         default="wgmma",
         help="of the experts: SM90's own, the one of every architecture, or both in turns (%(default)s)",
     )
+    parser.add_argument(
+        "--engram-placement",
+        choices=("device", "pinned"),
+        default="device",
+        help="where Engram tables lie (%(default)s)",
+    )
     parser.add_argument("--replays", type=int, default=40, metavar="N", help="of each step (%(default)s)")
     parser.add_argument("--json", type=_path, metavar="FILE", help="write figures and samples")
     parser.add_argument("--timeline", type=_path, metavar="FILE", help="write a picture of two layers as HTML")
@@ -219,6 +225,12 @@ def _add_backend(group: Any) -> None:
         help="what runs the steps; auto takes the best that this machine has (%(default)s)",
     )
     group.add_argument("--device", metavar="NAME", help="torch device (default: the backend's own kind)")
+    group.add_argument(
+        "--engram-placement",
+        choices=("device", "pinned", "mapped"),
+        help="where Engram tables lie: the device's memory, page-locked host memory that the GPU reads, or the mapped "
+        "files (default: device; the reference: mapped)",
+    )
 
 
 def _add_chat(parser: argparse.ArgumentParser) -> None:

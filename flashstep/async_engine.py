@@ -102,6 +102,8 @@ class AsyncEngine:
         self._build = build
         self._engine: Engine | None = None
         self._failure: str | None = None
+        self._build_error: BaseException | None = None
+        self._on_build_error: list[Callable[[BaseException], None]] = []
         self._closing: float | None = None  # when requests that still run are cut off
         self._inbox: deque[Callable[[Engine], None]] = deque()
         self._wake = threading.Condition()
@@ -177,6 +179,14 @@ class AsyncEngine:
             last_step_age_s=0.0 if idle else found.last_step_age_s,
         )
 
+    def on_build_error(self, call: Callable[[BaseException], None]) -> None:
+        """Have `call` called where the engine cannot be built, from its thread; at once where that is known already."""
+        with self._wake:
+            self._on_build_error.append(call)
+            error = self._build_error
+        if error is not None:
+            call(error)
+
     def fail(self, error: Exception) -> None:
         """End every request with `error`, and take no more; from any thread, for what the engine cannot notice."""
 
@@ -213,10 +223,17 @@ class AsyncEngine:
             while self._turn(engine):
                 pass
         except BaseException as error:  # whatever it was (a panic of an extension, too), nobody may wait for ever
-            log.exception("the engine has failed")
+            usual = self._engine is None and isinstance(error, (ValueError, OSError))  # what a user can cause
+            log.error("the engine has failed: %s", error, exc_info=None if usual else error)
             self._failure = f"the engine has failed: {type(error).__name__}: {error}"
             if self._engine is not None:
                 self._engine.fail(self._failure)
+                return
+            with self._wake:
+                self._build_error = error
+                waiting = list(self._on_build_error)
+            for call in waiting:
+                call(error)
         finally:
             with self._wake:
                 self._stopped.set()

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from flashstep import doctor
 from flashstep.loading import BUNDLED_MODEL, LoadedModel, load
+from flashstep.stages.engram.tables import Placement
 
 AUTO, SPECIALIZED, PORTABLE, REFERENCE = "auto", "latency_specialized", "portable", "reference"
 NAMES = (AUTO, SPECIALIZED, PORTABLE, REFERENCE)
@@ -64,28 +65,42 @@ def load_for(
     *,
     random_weights: bool = False,
     num_layers: int | None = None,
+    engram: Placement | None = None,
     progress: Progress | None = None,
 ) -> LoadedModel:
     """Load the model directory `path` (None: the bundled model) for a backend.
 
-    random_weights, num_layers: see `read_packed`; only kernels are timed that way. Raises as `loading.load`.
+    random_weights, num_layers: see `read_packed`; only kernels are timed that way. engram: where Engram tables lie
+    (None: on the device for kernels, in the mapped files for the reference). Raises as `loading.load`.
     """
     path = BUNDLED_MODEL if path is None else path
     if choice.backend == SPECIALIZED:
         from flashstep.specialized.loading import load_specialized
 
         return load_specialized(
-            path, device=choice.device, random_weights=random_weights, num_layers=num_layers, progress=progress
+            path,
+            device=choice.device,
+            random_weights=random_weights,
+            num_layers=num_layers,
+            engram=engram or "device",
+            progress=progress,
         )
     if choice.backend == PORTABLE:
         from flashstep.portable.loading import load_portable
 
         return load_portable(
-            path, device=choice.device, random_weights=random_weights, num_layers=num_layers, progress=progress
+            path,
+            device=choice.device,
+            random_weights=random_weights,
+            num_layers=num_layers,
+            engram=engram or "device",
+            progress=progress,
         )
     if random_weights or num_layers is not None:
         raise ValueError(
             f"--load-format random and --num-layers time the backends {SPECIALIZED} and {PORTABLE}; this run uses "
             f"{choice.backend}"
         )
-    return load(path, device=choice.device, progress=progress)
+    if engram == "pinned":
+        raise ValueError("--engram-placement pinned is read by kernels: the reference takes device or mapped")
+    return load(path, device=choice.device, engram=engram or "mapped", progress=progress)

@@ -193,6 +193,30 @@ class EngramTable:
             return codes.clone(), scales.clone()
         return codes, scales
 
+    def views(self) -> tuple[Tensor, Tensor]:
+        """Codes and scales of the whole table, of all ranks, in the mapped file; nothing is read or checked."""
+        codes, scales = (self._checkpoint._view(f"{self.name}.{part}") for part in _TABLE_PARTS)
+        return codes, scales
+
+    def copy_to(self, codes: Tensor, scales: Tensor) -> None:
+        """Read the rank's rows into uint8 `codes` [num_rows, head_dim] and `scales` [num_rows, head_dim / 32].
+
+        In pieces, each of them checked. Raises `CheckpointError` on NaN.
+        """
+        ranges = self._checkpoint.specs[f"{self.name}.weight"].ranges(self._rank, self._world)
+        step = max(1, _CHECK_BYTES // self.head_dim)
+        for part, target in zip(_TABLE_PARTS, (codes, scales), strict=True):
+            name, done = f"{self.name}.{part}", 0
+            whole = self._checkpoint._view(name)
+            for start, stop in (
+                (first, min(first + step, end)) for begin, end in ranges for first in range(begin, end, step)
+            ):
+                piece = whole[start:stop]
+                if problems := _bad_values(name, piece, range(start, stop)):
+                    raise CheckpointError(self._checkpoint.path, problems)
+                target[done : done + len(piece)] = piece.view(torch.uint8)
+                done += len(piece)
+
 
 _TABLE_PARTS = ("weight", "scale")
 

@@ -19,6 +19,7 @@ import torch
 from rich.console import Console
 from rich.text import Text
 
+from flashstep import jit
 from flashstep.loading import BUNDLED_MODEL
 
 OLDEST_TORCH = (2, 11)
@@ -200,6 +201,7 @@ def _machine() -> dict[str, str]:
         "memory": _memory(),
         "gpu": _gpu().found,
         "model": str(BUNDLED_MODEL),
+        "kernels": f"{jit.cache_bytes() / 2**20:.1f} of at most {jit.CACHE_BYTES >> 20} MiB in {jit.cache_directory()}",
     }
 
 
@@ -209,6 +211,31 @@ def _memory() -> str:
         return "unknown"
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     text = f"{total / 2**30:.1f} GiB"
-    limit_file = Path("/sys/fs/cgroup/memory.max")
-    limit = limit_file.read_text().strip() if limit_file.is_file() else "max"
-    return text if limit == "max" else f"{text}, limited to {int(limit) / 2**30:.1f} GiB for this process"
+    limit = _cgroup("memory.max")
+    return text if limit is None or limit >= total else f"{text}, this process may use {limit / 2**30:.1f} GiB"
+
+
+def _cgroup(name: str) -> int | None:
+    """A number of this process's cgroup; None where there is none, or it is no limit."""
+    try:
+        return int((Path("/sys/fs/cgroup") / name).read_text())
+    except (OSError, ValueError):
+        return None
+
+
+def free_host_memory() -> int | None:
+    """Bytes that this process can still take on the host; files that are cached give way. None where nobody says."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        free = next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration):
+        return None
+    limit, used = _cgroup("memory.max"), _cgroup("memory.current")
+    if limit is None or used is None:
+        return free
+    try:
+        counted = dict(line.split() for line in Path("/sys/fs/cgroup/memory.stat").read_text().splitlines())
+        cached = int(counted["active_file"]) + int(counted["inactive_file"])
+    except (OSError, ValueError, KeyError):
+        cached = 0
+    return min(free, max(0, limit - used + cached))

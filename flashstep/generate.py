@@ -66,7 +66,7 @@ def _run(args: argparse.Namespace, params: SamplingParams, text: str, choice: Ch
     )
     with progress_bar("loading tensors") as progress:
         if ranks is None:
-            engine = Engine(load_for(choice, args.model, progress=progress), config)
+            engine = Engine(load_for(choice, args.model, engram=args.engram_placement, progress=progress), config)
         else:
             engine = ranks.engine(config, progress)
     prompt, thinking = _prompt(args, text, engine.loaded)
@@ -126,6 +126,8 @@ def _check(args: argparse.Namespace) -> SamplingParams:
             problems.append(f"--{error}".replace("reasoning_effort", "reasoning-effort", 1))
     elif args.system is not None or args.reasoning_effort is not None:
         problems.append("--system and --reasoning-effort need --chat")
+    if args.engram_placement and args.tensor_parallel_size > 1:
+        problems.append("--engram-placement is for one rank so far: leave --tensor-parallel-size out")
     if args.max_tokens < 1:
         problems.append(f"--max-tokens {args.max_tokens}: expected at least 1")
     if "" in args.stop:

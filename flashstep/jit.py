@@ -5,6 +5,8 @@ Owns: the generated text around a kernel source (constants, parameter structs), 
 
 A binary's cache key holds the text of every file included, the constants, the options, the architecture and the
 compiler's version; entries are directories renamed into place and carry a digest, so that a damaged one is made anew.
+A change of the sources leaves the old entries behind: those that were used longest ago go when the cache outgrows
+CACHE_BYTES.
 """
 
 from __future__ import annotations
@@ -36,6 +38,7 @@ PACKAGE = Path(__file__).parent
 STAGES = PACKAGE / "stages"
 MAX_SHARED = 227 * 1024  # bytes of shared memory a block may have on SM90, SM100 and SM103
 MAX_CLUSTER = 16
+CACHE_BYTES = 1 << 29  # that the cache may take; the kernels of one model and one version take less than a tenth
 ARCHITECTURES = ("sm_90a", "sm_100a", "sm_103a")
 
 Constant = bool | int | float
@@ -85,7 +88,14 @@ _DTYPES: dict[str, set[str]] = {  # pointed-to C type -> names of torch dtypes
 }
 _VECTORS = {"uint2": 8, "int2": 8, "float2": 8, "uint4": 16, "int4": 16, "float4": 16}  # any dtype, aligned
 _TYPE = re.compile(r"(const )?(\w+)(\*)?(?:\[(\d+)\])?")
-_RESERVED = ("name", "grid", "block", "shared", "cluster", "stage", "nbytes")
+_RESERVED = ("name", "grid", "block", "shared", "cluster", "together", "stage", "nbytes")
+
+
+@dataclass(frozen=True)
+class Mapped:
+    """A tensor in ordinary host memory, for a pointer: the caller knows that the device reads it there."""
+
+    tensor: Tensor
 
 
 @dataclass(frozen=True)
@@ -202,6 +212,8 @@ class Params:
 def _address(field: Field, value: Any, where: str, device: torch.device) -> int:
     if value is None:
         return 0
+    mapped = isinstance(value, Mapped)
+    value = value.tensor if mapped else value
     if not isinstance(value, Tensor):
         raise TypeError(f"{where}: a tensor or None expected, not {type(value).__name__}")
     dtype = str(value.dtype).removeprefix("torch.")
@@ -213,7 +225,7 @@ def _address(field: Field, value: Any, where: str, device: torch.device) -> int:
         )
     # Elements of an array may lie on peers; pinned host memory is addressable by the GPU.
     fits = value.device.type == device.type and (bool(field.count) or value.device.index in (None, device.index))
-    if not fits and not (device.type == "cuda" and value.device.type == "cpu" and value.is_pinned()):
+    if not fits and not (device.type == "cuda" and value.device.type == "cpu" and (mapped or value.is_pinned())):
         raise ValueError(f"{where}: the tensor is on {value.device}, the kernel on {device}")
     address = value.data_ptr()
     if address % _VECTORS.get(field.base, 1):
@@ -313,6 +325,7 @@ def _cached(key: str) -> tuple[Path, dict[str, Any]] | None:
     try:
         notes: dict[str, Any] = json.loads((entry / "notes.json").read_text())
         if notes["key"] == key and notes["digest"] == hashlib.sha256((entry / "binary").read_bytes()).hexdigest():
+            os.utime(entry / "notes.json")  # says when it was last used
             return entry / "binary", notes
     except (OSError, ValueError, KeyError, TypeError):
         pass
@@ -330,6 +343,7 @@ def _store(key: str, binary: bytes, notes: dict[str, Any]) -> tuple[Path, dict[s
     for _ in range(2):
         try:
             private.rename(entry)
+            _trim(root, keep=entry)
             return entry / "binary", notes
         except OSError:
             if intact := _cached(key):  # another process was faster
@@ -337,6 +351,36 @@ def _store(key: str, binary: bytes, notes: dict[str, Any]) -> tuple[Path, dict[s
                 return intact
             shutil.rmtree(entry, ignore_errors=True)  # damaged
     return private / "binary", notes
+
+
+def cache_bytes() -> int:
+    """Bytes of all binaries in the cache."""
+    return sum(nbytes for _, nbytes, _ in _entries(cache_directory()))
+
+
+def _entries(root: Path) -> list[tuple[float, int, Path]]:
+    """When each entry was last used, its bytes, and where it is; also of what a process that died left half made."""
+    found = []
+    for entry in root.iterdir() if root.is_dir() else ():
+        try:
+            notes = entry / "notes.json"
+            used = (notes if notes.exists() else entry).stat().st_mtime
+            found.append((used, sum(file.stat().st_size for file in entry.iterdir()), entry))
+        except OSError:  # another process has just removed it
+            continue
+    return found
+
+
+def _trim(root: Path, keep: Path) -> None:
+    """Remove the entries that were used longest ago until the rest fits; never `keep`."""
+    entries = sorted(_entries(root))
+    excess = sum(nbytes for _, nbytes, _ in entries) - CACHE_BYTES
+    for _, nbytes, entry in entries:
+        if excess <= 0:
+            return
+        if entry != keep:
+            shutil.rmtree(entry, ignore_errors=True)
+            excess -= nbytes
 
 
 # ---- emulator -------------------------------------------------------------------------------------------------------
@@ -414,6 +458,7 @@ _NVRTC_OPTIONS = (
     "-lineinfo",
     "--ptxas-options=-v",
     "--diag-suppress=177",  # constants that a source does not use
+    "--no-cache",  # from its own cache NVRTC gives a binary without the report
 )
 _ENTRY = re.compile(r"Compiling entry function '(\w+)'")
 _SPILLS = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
@@ -431,10 +476,16 @@ class Resources:
 
 @dataclass(frozen=True)
 class Binary:
-    """A cubin, and the resources of its kernels."""
+    """A cubin, and what the compiler reported of its kernels."""
 
     code: bytes
-    resources: dict[str, Resources]
+    reported: dict[str, Resources]
+
+    def resources(self, kernel: str) -> Resources:
+        """What `kernel` takes. LookupError where the compiler did not say."""
+        if kernel not in self.reported:
+            raise LookupError(f"the compiler reported no resources of {kernel}, but of {sorted(self.reported)}")
+        return self.reported[kernel]
 
 
 def _nvrtc() -> Any:
@@ -537,7 +588,7 @@ def _gpu_module(source: Source, constants: Mapping[str, Constant], device: torch
             ):
                 _check(driver, driver.cuFuncSetAttribute(function, attribute, value), f"{source.path.name}: {name}")
             functions[name] = function
-    return GpuModule(source, device, functions, binary.resources, driver, context)
+    return GpuModule(source, device, functions, driver, context)
 
 
 # ---- launches -------------------------------------------------------------------------------------------------------
@@ -558,6 +609,7 @@ class Module:
         block: int,
         shared: int = 0,
         cluster: int = 1,
+        together: bool = False,
         stage: str = "",
         nbytes: int = 0,
         **fields: Any,
@@ -565,7 +617,8 @@ class Module:
         """Prepare a launch; nothing runs yet.
 
         grid: blocks. block: threads of a block. shared: bytes of dynamic shared memory. cluster: blocks of a cluster.
-        stage: for accounts of time. nbytes: weight bytes the launch reads. fields: the members of the kernel's struct.
+        together: blocks wait for each other, so all of them have to be resident at the same time: at most one for each
+        multiprocessor. stage: for accounts of time. nbytes: weight bytes the launch reads. fields: the members of the kernel's struct.
         KeyError: no such kernel. TypeError, ValueError: as `Params.pack`, or a shape that the hardware refuses.
         """
         if kernel not in self.source.kernels:
@@ -575,11 +628,18 @@ class Module:
             (block < 32 or block > 1024 or block % 32, f"{block} threads in a block: whole warps, 32..1024"),
             (not 1 <= cluster <= MAX_CLUSTER, f"a cluster of {cluster} blocks: 1..{MAX_CLUSTER}"),
             (grid % max(cluster, 1), f"a grid of {grid} blocks is not a multiple of the cluster of {cluster}"),
+            (together and grid > self.most_together, f"{grid} blocks that wait for each other: at most {self.most_together}"),
+            (together and cluster > 1, "blocks that wait for each other are in no clusters"),
             (not 0 <= shared <= MAX_SHARED, f"{shared} bytes of shared memory: at most {MAX_SHARED}"),
         ):
             if wrong:
                 raise ValueError(f"{kernel}: {what}")
-        return Launch(self, kernel, Shape(grid, block, shared, cluster), stage, nbytes, fields)
+        return Launch(self, kernel, Shape(grid, block, shared, cluster, together), stage, nbytes, fields)
+
+    @property
+    def most_together(self) -> int:
+        """Blocks that may wait for each other."""
+        raise NotImplementedError
 
     def prepare(self, kernel: str, shape: Shape, parameters: ctypes.Array[ctypes.c_uint64]) -> Any:
         """What `run` needs, made once."""
@@ -592,12 +652,13 @@ class Module:
 
 @dataclass(frozen=True)
 class Shape:
-    """Extent of a launch: blocks, threads of a block, bytes of shared memory, blocks of a cluster."""
+    """Extent of a launch: blocks, threads of a block, bytes of shared memory, blocks of a cluster; do blocks wait?"""
 
     grid: int
     block: int
     shared: int
     cluster: int
+    together: bool = False
 
 
 class Launch:
@@ -662,7 +723,14 @@ class EmulatedModule(Module):
 
     def prepare(self, kernel: str, shape: Shape, parameters: ctypes.Array[ctypes.c_uint64]) -> Any:
         """The library's function and its arguments."""
-        return self._functions[kernel], (parameters, shape.grid, shape.block, shape.shared, shape.cluster)
+        # The emulator runs the blocks of a cluster at the same time, and clusters one after the other.
+        cluster = shape.grid if shape.together else shape.cluster
+        return self._functions[kernel], (parameters, shape.grid, shape.block, shape.shared, cluster)
+
+    @property
+    def most_together(self) -> int:
+        """What the emulator runs at the same time."""
+        return MAX_CLUSTER
 
     def run(self, prepared: Any, stream: int | None, pdl: bool) -> None:
         """Run to the end; KernelError if the kernel did something wrong."""
@@ -685,22 +753,25 @@ class PreparedLaunch:
 
 
 class GpuModule(Module):
-    """Kernels on a GPU. `resources`: registers, stack and spilled bytes of each."""
+    """Kernels on a GPU."""
 
     def __init__(
         self,
         source: Source,
         device: torch.device,
         functions: Mapping[str, Any],
-        resources: Mapping[str, Resources],
         driver: Any,
         context: Any,
     ) -> None:
         super().__init__(source, device)
         self._context = context
-        self.resources = dict(resources)
         self._functions = functions
         self._driver = driver
+
+    @property
+    def most_together(self) -> int:
+        """One block for each multiprocessor."""
+        return int(torch.cuda.get_device_properties(self.device).multi_processor_count)
 
     def prepare(self, kernel: str, shape: Shape, parameters: ctypes.Array[ctypes.c_uint64]) -> PreparedLaunch:
         """The arguments and both configurations."""

@@ -60,6 +60,11 @@ class SamplingParams:
         """Whether the tokens written so far, or those of the prompt, change the logits."""
         return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
 
+    @property
+    def filters(self) -> bool:
+        """Whether tokens are left out before one is drawn."""
+        return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
+
     @classmethod
     def from_fields(cls, given: Mapping[str, Any]) -> SamplingParams:
         """Parameters from names and values; unknown names are reported together with invalid values."""

@@ -68,6 +68,12 @@ class Rows:
         return cls(tensor(tokens), tensor(positions), tensor(slots), tuple(spans))
 
 
+def upload(values: Sequence[int], to: Tensor) -> None:
+    """Write `values` into `to`, in the order of the current stream, which the host does not wait for."""
+    staged = torch.tensor(values, dtype=to.dtype)
+    to.copy_(staged.pin_memory() if to.is_cuda else staged, non_blocking=True)
+
+
 class State:
     """Caches of up to `num_slots` requests.
 
@@ -215,9 +221,7 @@ class State:
 
     def _add_pages(self, slot: int, pages: Sequence[int]) -> None:
         held = self._pages[slot]
-        self.page_table[slot, len(held) : len(held) + len(pages)] = torch.tensor(
-            pages, dtype=torch.int32, device=self.device
-        )
+        upload(pages, self.page_table[slot, len(held) : len(held) + len(pages)])
         held.extend(pages)
 
     # -- sharing prefixes -----------------------------------------------------------------------------------------

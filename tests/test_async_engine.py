@@ -153,6 +153,9 @@ def test_a_model_that_cannot_be_loaded_says_so(tmp_path: Path):
         while engine.stats().failure is None:
             await asyncio.sleep(0.02)
         assert "one page" in engine.stats().failure
+        heard: list[BaseException] = []
+        engine.on_build_error(heard.append)
+        assert "one page" in str(heard[0])
         with pytest.raises(EngineDead, match="one page"):
             engine.check(ask(engine, "x"))
         await asyncio.wait_for(engine.shutdown(0), 10)

@@ -38,6 +38,6 @@ def test_every_stage_lists_its_sources(name):
 @pytest.mark.parametrize("architecture", jit.ARCHITECTURES)
 @pytest.mark.parametrize(("source", "constants"), registered())
 def test_every_kernel_compiles_and_hot_ones_do_not_spill(source, constants, architecture):
-    resources = jit.compile_for(source, architecture, **constants).resources
-    assert set(resources) >= set(source.kernels)
-    assert {name: resources[name].spilled for name in source.hot} == dict.fromkeys(source.hot, 0)
+    binary = jit.compile_for(source, architecture, **constants)
+    assert set(binary.reported) >= set(source.kernels)
+    assert {name: binary.resources(name).spilled for name in source.hot} == dict.fromkeys(source.hot, 0)

@@ -20,6 +20,7 @@ from flashstep.requests import GenerationRequest
 from flashstep.settings import EngineConfig
 from flashstep.specialized.loading import load_specialized
 from flashstep.specialized.step import SpecializedStep
+from flashstep.stages.engram import tables
 from flashstep.state import Rows, State
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -188,3 +189,12 @@ def test_scarce_pages_and_the_end_of_the_context(specialized):
     stats = engine.stats()
     assert stats.free_slots == 2
     assert stats.free_pages == stats.total_pages
+
+
+@pytest.mark.parametrize("engram", ["pinned", "mapped"])
+def test_the_text_does_not_depend_on_where_engram_tables_lie(engine, specialized, engram):
+    if engram == "mapped" and DEVICE.type == "cuda" and not tables.reads_mapped_files(DEVICE):
+        pytest.skip("this GPU does not read mapped files")
+    asked = ask(specialized, tokens=12)
+    moved = Engine(load_specialized(device=DEVICE, max_rows=ROWS, engram=engram), CONFIG)
+    assert run(moved, asked) == run(engine, asked)

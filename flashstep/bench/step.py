@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
     if args.num_layers is not None:
         config = config.first_layers(args.num_layers)
     started = time.perf_counter()
-    source = packed.RandomSource(config, 0, args.world, device)
+    source = packed.RandomSource(config, 0, args.world, device, engram=args.engram_placement)
     weights = packed.read(config, source, 0, args.world)
     torch.cuda.synchronize()
     loaded_s = time.perf_counter() - started
@@ -65,7 +65,12 @@ def run(args: argparse.Namespace) -> int:
     record: dict[str, Any] = {
         "command": "flashstep " + " ".join(sys.argv[1:]),
         "machine": machine(),
-        "settings": {"world": args.world, "num_layers": config.num_hidden_layers, "replays": args.replays},
+        "settings": {
+            "world": args.world,
+            "num_layers": config.num_hidden_layers,
+            "replays": args.replays,
+            "engram": args.engram_placement,
+        },
         "weights_s": loaded_s,
         "read_ceiling_tb_s": ceiling,
         "scenarios": [],
@@ -186,7 +191,7 @@ class _Bench:
 
     def _distinct_experts(self) -> float | None:
         """Routed pairs of the last backbone layer in the last replay (a pair is an expert where rows are few)."""
-        lists = [launch.fields["list"] for launch in self.launches if launch.name == "gate_up"]
+        lists = [launch.fields["list"] for launch in self.launches if launch.name in ("experts", "gate_up")]
         found: Tensor | None = lists[-1 - self.config.num_nextn_predict_layers] if lists else None
         return None if found is None else float(found[0])
 

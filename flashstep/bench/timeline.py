@@ -44,7 +44,7 @@ def write_timeline(path: Path, launches: Sequence[Launch], graph: torch.cuda.CUD
     """Draw the kernels of the middle `layers` layers of a replay of `graph`, which runs `launches`."""
     names = {launch.name for launch in launches}
     times = [kernel for kernel in kernel_times(graph) if kernel.name in names]
-    layer_starts = [i for i, (name, _, _) in enumerate(times) if name.startswith("gate_up")]
+    layer_starts = [i for i, (name, _, _) in enumerate(times) if name.startswith(("experts", "gate_up"))]
     middle = len(layer_starts) // 2
     shown = times[layer_starts[middle] + 1 : layer_starts[min(middle + layers, len(layer_starts) - 1)] + 2]
     path.write_text(_draw(shown))

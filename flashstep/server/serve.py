@@ -23,6 +23,7 @@ from flashstep.server.interface import ServerSettings, Serving, ServingEngine
 from flashstep.settings import EngineConfig
 
 if TYPE_CHECKING:  # the server itself needs no tensor library
+    from flashstep.async_engine import AsyncEngine
     from flashstep.loading import LoadedModel
     from flashstep.ranks.launch import Ranks
 
@@ -93,7 +94,8 @@ class Server(uvicorn.Server):
 
 
 def run(args: argparse.Namespace) -> int:
-    """Serve until a signal comes. Raises ValueError or OSError with a message for the user."""
+    """Serve until a signal comes. Raises ValueError or OSError with a message for the user; else what kept the engine
+    from being built, for there is nothing to serve then."""
     _check(args)
     api_keys = (*args.api_key, *_keys_in(args.api_key_file))
     settings = ServerSettings(
@@ -124,6 +126,13 @@ def run(args: argparse.Namespace) -> int:
     with _listen(args.host, args.port) as listener, _ranks(args) as ranks:
         engine = _start_engine(args, config, ranks)
         server = Server(engine, settings, grace_s=args.grace)
+        unbuilt: list[BaseException] = []
+
+        def give_up(error: BaseException) -> None:
+            unbuilt.append(error)
+            server.should_exit = True
+
+        engine.on_build_error(give_up)
         if ranks is not None:
             ranks.on_failure(lambda failure: setattr(server, "should_exit", True))
         host, port = listener.getsockname()[:2]
@@ -136,6 +145,8 @@ def run(args: argparse.Namespace) -> int:
         server.run(sockets=[listener])
         if ranks is not None and ranks.failure is not None:
             raise ranks.failure
+        if unbuilt:
+            raise unbuilt[0]
     log.info("ended")
     return 0
 
@@ -155,6 +166,8 @@ def _check(args: argparse.Namespace) -> None:
         problems.append("--num-layers goes with --load-format random: a checkpoint is served whole")
     if args.load_format == "random" and args.tensor_parallel_size > 1:
         problems.append("--load-format random runs on one rank: leave --tensor-parallel-size out")
+    if args.engram_placement and args.tensor_parallel_size > 1:
+        problems.append("--engram-placement is for one rank so far: leave --tensor-parallel-size out")
     if args.threads is not None and args.threads < 1:
         problems.append(f"--threads {args.threads}: expected at least 1")
     if problems:
@@ -221,7 +234,7 @@ def _ranks(args: argparse.Namespace) -> contextlib.AbstractContextManager[Ranks 
     )
 
 
-def _start_engine(args: argparse.Namespace, config: EngineConfig, ranks: Ranks | None) -> ServingEngine:
+def _start_engine(args: argparse.Namespace, config: EngineConfig, ranks: Ranks | None) -> AsyncEngine:
     from flashstep.async_engine import start
     from flashstep.backends import choose, load_for
 
@@ -233,7 +246,13 @@ def _start_engine(args: argparse.Namespace, config: EngineConfig, ranks: Ranks |
     log.info("decode backend: %s on %s", choice.backend, choice.device)
 
     def load() -> LoadedModel:
-        return load_for(choice, args.model, random_weights=args.load_format == "random", num_layers=args.num_layers)
+        return load_for(
+            choice,
+            args.model,
+            random_weights=args.load_format == "random",
+            num_layers=args.num_layers,
+            engram=args.engram_placement,
+        )
 
     return start(args.model, config, load=load, ranks=ranks)
 

@@ -19,7 +19,7 @@ from flashstep.specialized.weights import Block, HyperConnection, Weights
 from flashstep.stages.attention import cuda as attention
 from flashstep.stages.boundary import cuda as boundary
 from flashstep.stages.dense import cuda as dense
-from flashstep.stages.dense.cuda import Bf16, Fp8, Latent, Peers, Rows, Segment
+from flashstep.stages.dense.cuda import Bf16, Fp8, Latent, Peers, Rows, Scores, Segment
 from flashstep.stages.dense.pack import PackedWeight
 from flashstep.stages.engram import cuda as engram
 from flashstep.stages.indexer import cuda as indexer
@@ -83,8 +83,8 @@ class Arena:
 class Plan:
     """Chains of launches over one rank's weights and one state.
 
-    Boundaries read early (`mixes_early`): gate_up and attend start their followers only behind their own wait, so what
-    the kernels in front of them wrote is complete when a boundary starts.
+    Boundaries read early (`mixes_early`): experts, gate_up and attend start their followers only behind their own
+    wait, so what the kernels in front of them wrote is complete when a boundary starts.
 
     With `world` above 1 and no peers, the rank's partial sums are looped back into every slab of its own mailboxes:
     the traffic of a rank, not its values.
@@ -112,9 +112,9 @@ class Plan:
             if config.index_source_layer_ids
             else None
         )
-        self._hash = (
-            engram.Hash.of(config, weights.rank, weights.world, self.device) if config.engram_layer_ids else None
-        )
+        carried = [layer.engram for layer in weights.layers if layer.engram is not None]
+        whole = any(carrier.table.whole for carrier in carried)
+        self._hash = engram.Hash.of(config, weights.rank, weights.world, self.device, whole=whole) if carried else None
         self._blocks = moe.num_blocks(self.device)
         # So that no buffer has to grow: the largest chains first.
         widest = self.dummy_rows(max_rows)
@@ -172,8 +172,8 @@ class Plan:
         chosen: tuple[Tensor, int] | None = None
         for number, layer in enumerate(weights.layers):
             launches += self._low(number, rows)
-            launches += self._compress(number, rows)
             launches += self._queries(number, rows)
+            launches += self._compress(number, rows)  # behind them, so that its weight comes while they run
             if layer.index_query is not None:
                 chosen = (self._take("chosen", count, config.index_topk, dtype=torch.int32), number)
                 launches += self._choose(number, rows, chosen[0])
@@ -375,8 +375,8 @@ class Plan:
             token_map=self._token_map,
             history=self.state.history,
             hash=self._hash,
-            tables=[carrier.table for _, carrier in found],
-            table_scales=[carrier.table_scale for _, carrier in found],
+            tables=[carrier.table.codes for _, carrier in found],
+            table_scales=[carrier.table.scales for _, carrier in found],
             codes=[x.codes for x in fragments],
             scales=[x.scales for x in fragments],
         )
@@ -410,6 +410,10 @@ class Plan:
             begin + width,
         )
 
+    def _low_squares(self, rows: int) -> Tensor:
+        """Of the query latents in `_low_rows`: sums of squares of every 32, for their norm."""
+        return self._take("low squares", rows, -(-self.config.q_lora_rank // 128) * 4, dtype=torch.float32)
+
     def _low_rows(self, rows: int) -> Tensor:
         return self._take("low", rows, self.config.q_lora_rank + self.config.head_dim)
 
@@ -434,7 +438,7 @@ class Plan:
         config, count = self.config, rows.count
         x, low = self._fp8("x", count, config.hidden_size), self._low_rows(count)
         segments = [
-            Segment(block.wq_a, x, Rows(low, 0)),
+            Segment(block.wq_a, x, Rows(low, 0, self._low_squares(count))),
             Segment(block.wkv, x, Rows(low, config.q_lora_rank)),
             *further,
         ]
@@ -457,6 +461,7 @@ class Plan:
             k_norm=compressor.k_norm,
             frequencies=self._compressed,
             cache=self._cache(number),
+            early=number >= FIRST_EARLY_LAYER,
         )
 
     def _cache(self, source: int) -> indexer.Cache:
@@ -496,7 +501,7 @@ class Plan:
         config, count = self.config, rows.count
         low = self._low_rows(count)
         scratch = self._fp8("q_r", count, config.q_lora_rank)
-        x = Latent(low, block.q_norm, config.rms_norm_eps, scratch)
+        x = Latent(low, block.q_norm, config.rms_norm_eps, self._low_squares(count), scratch)
         q = self._take("q", count, self.weights.heads * config.head_dim)
         segments = [Segment(block.wq_b, x, Rows(q))]
         segments += [Segment(weight, x, Rows(out)) for weight, out in further]
@@ -531,6 +536,7 @@ class Plan:
             scratch=scratch,
             chosen=chosen,
             candidates=self._take("candidates", rows.count, config.candidate_topk_blocks, dtype=torch.int32),
+            early=number >= FIRST_EARLY_LAYER,
         )
 
     @property
@@ -595,16 +601,20 @@ class Plan:
 
     def _experts(self, block: Block, stream: Tensor, rows: RowInputs, count: int) -> list[Launch]:
         config, shape = self.config, block.moe_shape
-        route = self._take(f"{shape.experts} router logits", count, shape.experts, dtype=torch.float32)
+        scores = self._take(f"{shape.experts} scores", count, shape.experts, dtype=torch.float32)
         launches, riding = self._mixes(block.hc_ffn, "ffn", stream)
         x = self._bf16("x bf16", count, config.hidden_size)
         launches += dense.product(
-            self.device, [Segment(block.gate, x, Rows(route))], count, stage="router", extra=riding
+            self.device, [Segment(block.gate, x, Scores(scores))], count, stage="router", extra=riding
         )
-        sizes = moe.scratch_sizes(shape, count, self._blocks)
+        sizes, few = moe.scratch_sizes(shape, count, self._blocks), count <= moe.TILE_ROWS
         # Draft experts are fewer, but their scratch has a layout of its own: it does not share the backbone's.
         kind = f"{shape.experts} experts"
-        scratch = {name: self._take(f"{kind} {name}", *size, dtype=dtype) for name, (size, dtype) in sizes.items()}
+        scratch = {
+            # Few rows leave zeros in theirs, and find zeros: many rows' use of the same buffer would not.
+            name: self._take(f"{kind} {name} of few" if name in moe.ZEROS and few else f"{kind} {name}", *size, dtype=dtype)
+            for name, (size, dtype) in sizes.items()
+        }
         xq = self._fp8("x", count, config.hidden_size)
         launches += moe.experts(
             self.device,
@@ -612,7 +622,7 @@ class Plan:
             count,
             weights=block.experts,
             bias=block.bias,
-            logits=route,
+            scores=scores,
             row_slot=rows.slot,
             x_codes=xq.codes,
             x_scales=xq.scales,

@@ -20,6 +20,7 @@ from flashstep.layout import TensorSpec, tensor_specs
 from flashstep.stages.boundary import cuda as boundary
 from flashstep.stages.dense import pack as dense
 from flashstep.stages.dense.pack import PackedWeight
+from flashstep.stages.engram.tables import Placement, Table, locked_table, place
 from flashstep.stages.head.cuda import HeadWeights
 from flashstep.stages.indexer import cuda as indexer
 from flashstep.stages.moe import cuda as moe
@@ -41,8 +42,8 @@ class Source(Protocol):
     def experts(self, prefix: str, shape: moe.Shape) -> moe.Weights:
         """Routed and shared experts below `prefix`."""
 
-    def engram_table(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Codes and scales of the rank's rows of a layer's table."""
+    def engram_table(self, layer: int) -> Table:
+        """A layer's table, where it is to lie."""
 
 
 # -- what a rank holds ------------------------------------------------------------------------------------------------
@@ -105,8 +106,7 @@ class Engram:
     wkv: PackedWeight
     q_weight: Tensor
     k_weight: Tensor
-    table: Tensor
-    table_scale: Tensor
+    table: Table
 
 
 @dataclass(frozen=True)
@@ -237,7 +237,7 @@ def _layer(config: ModelConfig, source: Source, number: int, world: int) -> Laye
             source.product(name + "wkv"),
             source.plain(name + "q_weight"),
             source.plain(name + "k_weight"),
-            *source.engram_table(number),
+            source.engram_table(number),
         )
     return Layer(block, compressor, index_query, engram)
 
@@ -291,8 +291,11 @@ def _hyper_connection(source: Source, prefix: str) -> HyperConnection:
 class CheckpointSource:
     """Reads the rank's part of each tensor of a checkpoint and packs it on the device."""
 
-    def __init__(self, checkpoint: Checkpoint, rank: int, world: int, device: torch.device) -> None:
+    def __init__(
+        self, checkpoint: Checkpoint, rank: int, world: int, device: torch.device, engram: Placement = "device"
+    ) -> None:
         self._checkpoint, self._rank, self._world, self.device = checkpoint, rank, world, device
+        self._engram = engram
 
     def plain(self, name: str) -> Tensor:
         """The rank's part of `name`, aligned as kernels and wider views of it need."""
@@ -332,18 +335,29 @@ class CheckpointSource:
             moe.pack_shared_down(shared["w2.weight"], shared["w2.scale"]),
         )
 
-    def engram_table(self, layer: int) -> tuple[Tensor, Tensor]:
-        """The rank's rows, on the device."""
-        codes, scales = self._checkpoint.engram_table(layer, self._rank, self._world).load(self.device)
-        return codes.view(torch.uint8), scales.view(torch.uint8)
+    def engram_table(self, layer: int) -> Table:
+        """A layer's table, where the placement says."""
+        return place(self._checkpoint.engram_table(layer, self._rank, self._world), self._engram, self.device)
 
 
 class RandomSource:
     """Weights at the shapes of `config` that keep activations of order one. For timing: the text is worthless."""
 
-    def __init__(self, config: ModelConfig, rank: int, world: int, device: torch.device, seed: int = 0) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        rank: int,
+        world: int,
+        device: torch.device,
+        seed: int = 0,
+        engram: Placement = "device",
+    ) -> None:
+        """engram: "device" or "pinned"; there is no file to map."""
+        if engram == "mapped":
+            raise ValueError("--engram-placement mapped needs a checkpoint: random tables are device or pinned")
         self._specs = tensor_specs(config)
         self._rank, self._world, self.device, self._seed = rank, world, device, seed
+        self._engram = engram
 
     def _shape(self, name: str) -> tuple[int, ...]:
         return self._spec(name).local_shape(self._rank, self._world)
@@ -384,14 +398,20 @@ class RandomSource:
         """All experts of a layer."""
         return moe.random_packed(self.device, shape, self._draws(prefix, replicated=False))
 
-    def engram_table(self, layer: int) -> tuple[Tensor, Tensor]:
-        """The rank's rows: every e4m3 code of middling size, scales of 1/8."""
+    def engram_table(self, layer: int) -> Table:
+        """The rank's rows: every e4m3 code of middling size, scales of 1."""
         rows, width = self._shape(f"layers.{layer}.engram.embed.weight")
-        codes = torch.empty(rows, width, dtype=torch.uint8, device=self.device)
+        if self._engram == "pinned":
+            table = locked_table(rows, width, self.device)
+        else:
+            codes = torch.empty(rows, width, dtype=torch.uint8, device=self.device)
+            table = Table(codes, torch.empty(rows, width // 32, dtype=torch.uint8, device=self.device), whole=False)
         draws = self._draws(f"engram {layer}", replicated=False)
         step = max(1, (1 << 30) // width)
         for start in range(0, rows, step):
-            part = codes[start : start + step]
-            part.view(torch.int64).random_(-(2**63), None, generator=draws)
-            part.bitwise_and_(0xBF)  # exponents below 8: no NaN, values up to 1.9
-        return codes, torch.full((rows, width // 32), 127, dtype=torch.uint8, device=self.device)
+            target = table.codes[start : start + step]
+            made = torch.empty(target.shape, dtype=torch.uint8, device=self.device)
+            made.view(torch.int64).random_(-(2**63), None, generator=draws)
+            target.copy_(made.bitwise_and_(0xBF))  # exponents below 8: no NaN, values up to 1.9
+        table.scales.fill_(127)
+        return table

@@ -68,11 +68,12 @@ template <class T> DEVICE T* cluster_map(T* p, int rank) {
 
 // ---- memory -----------------------------------------------------------------------------------------------------
 
-// Read once, never written during the kernel (weights): past L1.
+// Read once, never written during the kernel (weights): past L1. Not ".nc": ptxas moves such loads behind
+// griddepcontrol.wait, where all that was to come meanwhile is waited for.
 DEVICE uint4 load_stream(const void* p) {
   uint4 v;
-  asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
+  asm volatile("ld.global.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p) : "memory");
   return v;
 }
 // Written by an earlier kernel, perhaps on another multiprocessor: from L2. T is 2, 4, 8 or 16 bytes wide.
@@ -108,7 +109,16 @@ DEVICE void store_volatile(uint4* p, uint4 v) {
 DEVICE u32 add_atomic(u32* p, u32 v) { return atomicAdd(p, v); }   // global or shared; returns the old value
 DEVICE u32 max_atomic(u32* p, u32 v) { return atomicMax(p, v); }
 DEVICE u64 max_atomic(u64* p, u64 v) { return atomicMax(p, v); }
+// Adds, after all that this thread has written or learned of at a barrier has become visible to the device.
+DEVICE void add_release(u32* p, u32 v) {
+  asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
+}
+DEVICE u32 or_atomic(u32* p, u32 v) { return atomicOr(p, v); }
 DEVICE void fence_device() { __threadfence(); }
+DEVICE void wait_value(const int* shared, int value) {  // until another thread of the block has stored it
+  while (*(const volatile int*)shared != value) {
+  }
+}
 DEVICE void relax() { __nanosleep(20); }  // inside a loop that polls
 
 // ---- asynchronous copies ----------------------------------------------------------------------------------------
@@ -149,6 +159,14 @@ DEVICE void cluster_store(float* to, int rank, float value, u64* b) {
       "r"(shared_address(b)), "f"(value), "r"(rank)
       : "memory");
 }
+DEVICE void cluster_store(float4* to, int rank, float4 value, u64* b) {  // likewise, 16 bytes
+  asm volatile(
+      "{\n.reg .u32 to, bar;\nmapa.shared::cluster.u32 to, %0, %6;\nmapa.shared::cluster.u32 bar, %1, %6;\n"
+      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [to], {%2,%3,%4,%5}, [bar];\n}" ::"r"(
+          shared_address(to)),
+      "r"(shared_address(b)), "f"(value.x), "f"(value.y), "f"(value.z), "f"(value.w), "r"(rank)
+      : "memory");
+}
 // Bulk copies: addresses and byte counts are multiples of 16.
 DEVICE void bulk_copy(void* shared, const void* global, u32 bytes, u64* b) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
@@ -173,6 +191,8 @@ DEVICE void prefetch_l2(const void* global, u32 bytes) {
 }
 // Shared memory written by ordinary stores, read next by bulk copies or wgmma: by each writer, before the barrier.
 DEVICE void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+// Device memory written by ordinary stores of this kernel, read next by bulk copies: by who copies, once it has acquired.
+DEVICE void fence_async_device() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 
 // ---- products ---------------------------------------------------------------------------------------------------
 
@@ -190,18 +210,50 @@ DEVICE void mma_bf16(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 #define HAS_WGMMA 1
-// d = a b: m64n8k32 of e4m3. A from registers (a warp's 16 rows as in mma m16n8k32), B = two core matrices in shared
-// memory (`wgmma_descriptor`): 8 rows of 32 columns. The accumulators are overwritten. Order: wgmma_begin, products,
-// wgmma_commit, wgmma_wait.
-DEVICE u64 wgmma_descriptor(const void* fragment) {
+// A 64 x 32 (e4m3) or 64 x 16 (bf16) from registers (a warp's 16 rows as in mma m16n8k32 or m16n8k16); B from shared
+// memory, 1 to 6 tiles of 8 rows: of each two core matrices beside each other (`wgmma_descriptor`: where the first tile
+// is, and from tile to tile). d[4 t + i] is accumulator i of mma for tile t. e4m3: d = a b; bf16: d += a b. Order:
+// wgmma_begin, products, wgmma_commit, wgmma_wait.
+DEVICE u64 wgmma_descriptor(const void* fragment, u32 tile_stride = 256) {
   u64 a = (u64)((shared_address(fragment) & 0x3FFFF) >> 4);
-  return a | ((u64)(128 >> 4) << 16) | ((u64)(256 >> 4) << 32);
+  return a | ((u64)(128 >> 4) << 16) | ((u64)(tile_stride >> 4) << 32);
+}
+// The same, `bytes` (a multiple of 16) further on: one addition, since addresses do not reach the upper half.
+DEVICE u64 wgmma_further(u64 descriptor, u32 bytes) {
+  return (descriptor & 0xFFFFFFFF00000000ull) | ((u32)descriptor + (bytes >> 4));
 }
 DEVICE void wgmma_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-DEVICE void wgmma_e4m3(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u64 b) {
-  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, 0, 0;\n"
-               "wgmma.mma_async.sync.aligned.m64n8k32.f32.e4m3.e4m3 {%0,%1,%2,%3}, {%4,%5,%6,%7}, %8, p, 1, 1;\n}"
-               : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b));
+#define WGMMA_D1(c) c(d[0]), c(d[1]), c(d[2]), c(d[3])
+#define WGMMA_D2(c) WGMMA_D1(c), c(d[4]), c(d[5]), c(d[6]), c(d[7])
+#define WGMMA_D3(c) WGMMA_D2(c), c(d[8]), c(d[9]), c(d[10]), c(d[11])
+#define WGMMA_D4(c) WGMMA_D3(c), c(d[12]), c(d[13]), c(d[14]), c(d[15])
+#define WGMMA_D5(c) WGMMA_D4(c), c(d[16]), c(d[17]), c(d[18]), c(d[19])
+#define WGMMA_D6(c) WGMMA_D5(c), c(d[20]), c(d[21]), c(d[22]), c(d[23])
+#define WGMMA_R1 "{%0,%1,%2,%3"
+#define WGMMA_R2 WGMMA_R1 ",%4,%5,%6,%7"
+#define WGMMA_R3 WGMMA_R2 ",%8,%9,%10,%11"
+#define WGMMA_R4 WGMMA_R3 ",%12,%13,%14,%15"
+#define WGMMA_R5 WGMMA_R4 ",%16,%17,%18,%19"
+#define WGMMA_R6 WGMMA_R5 ",%20,%21,%22,%23"
+#define WGMMA_WRITES(x) "=f"(x)
+#define WGMMA_ADDS(x) "+f"(x)
+#define WGMMA(tiles, shape, scale, ab, last, c)                                                                 \
+  if constexpr (N == 4 * tiles)                                                                                 \
+  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " scale ", 0;\nwgmma.mma_async.sync.aligned." shape " " WGMMA_R##tiles \
+               "}, " ab ", p, 1, 1" last ";\n}"                                                                 \
+               : WGMMA_D##tiles(c) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b))
+#define WGMMA_ALL(k, type, scale, last, c)                                               \
+  WGMMA(1, "m64n8" k type, scale, "{%4,%5,%6,%7}, %8", last, c);                         \
+  WGMMA(2, "m64n16" k type, scale, "{%8,%9,%10,%11}, %12", last, c);                     \
+  WGMMA(3, "m64n24" k type, scale, "{%12,%13,%14,%15}, %16", last, c);                   \
+  WGMMA(4, "m64n32" k type, scale, "{%16,%17,%18,%19}, %20", last, c);                   \
+  WGMMA(5, "m64n40" k type, scale, "{%20,%21,%22,%23}, %24", last, c);                   \
+  WGMMA(6, "m64n48" k type, scale, "{%24,%25,%26,%27}, %28", last, c)
+template <int N> DEVICE void wgmma_e4m3(float (&d)[N], u32 a0, u32 a1, u32 a2, u32 a3, u64 b) {
+  WGMMA_ALL("k32", ".f32.e4m3.e4m3", "0", "", WGMMA_WRITES);
+}
+template <int N> DEVICE void wgmma_bf16(float (&d)[N], u32 a0, u32 a1, u32 a2, u32 a3, u64 b) {
+  WGMMA_ALL("k16", ".f32.bf16.bf16", "1", ", 0", WGMMA_ADDS);
 }
 DEVICE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 template <int N> DEVICE void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory"); }
@@ -240,6 +292,7 @@ DEVICE u32 multiply_bf16x2(u32 a, u32 b) {
   asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
   return r;
 }
+// Bytes of b:a (0 is the lowest of a) that the nibbles of `selector` name; of a nibble the top bit is not looked at.
 DEVICE u32 permute_bytes(u32 a, u32 b, u32 selector) { return __byte_perm(a, b, selector); }
 DEVICE u32 multiply_high(u32 a, u32 b) { return __umulhi(a, b); }
 DEVICE float exp_fast(float x) { return __expf(x); }
@@ -307,4 +360,18 @@ DEVICE float warp_max(float v) {
 #pragma unroll
   for (int m = 16; m; m >>= 1) v = fmaxf(v, shuffle_xor(v, m));
   return v;
+}
+// A router's score of a logit, sqrt(log(1 + e^x)). The logarithm of 1 + t by its series in t / (2 + t) <= 1 / 3: to
+// float32 accuracy for every t.
+DEVICE float sqrt_softplus(float x) {
+  float t = exp_accurate(-fabsf(x)), z = t / (2.0f + t), y = z * z;
+  float series = 1.0f / 15.0f;
+  series = fmaf(series, y, 1.0f / 13.0f);
+  series = fmaf(series, y, 1.0f / 11.0f);
+  series = fmaf(series, y, 1.0f / 9.0f);
+  series = fmaf(series, y, 1.0f / 7.0f);
+  series = fmaf(series, y, 1.0f / 5.0f);
+  series = fmaf(series, y, 1.0f / 3.0f);
+  series = fmaf(series, y, 1.0f);
+  return sqrtf(fmaxf(x, 0.0f) + 2.0f * z * series);
 }

@@ -142,7 +142,15 @@ struct Where {
 enum class At : u8 { RUNNING, FINISHED, WARP, BLOCK, SOME, CLUSTER, BARRIER };
 
 struct Copy { void* shared; const void* global; u32 bytes; u64* barrier; int group; };
-struct Product { float* d; u32 a[4]; const u8* b; int group; };
+struct Product {
+  float* d;
+  u32 a[4];
+  const u8* b;  // core matrices of the first tile of 8 rows; the next tile is `stride` on
+  int stride, tiles, group;
+  bool bf16;     // added to what was in `d`, or to what the products before leave there; e4m3: written
+  bool first;    // of those in flight that go to `d`: before them it held `before`
+  float before[24];
+};
 struct Block;
 struct Warp;
 
@@ -579,24 +587,34 @@ __attribute__((no_sanitize("undefined"))) static void finish_products(Warp* w, i
         w->lanes[lane]->product_group != w->lanes[0]->product_group)
       fail("wgmma_wait: lanes of the warp issued different products");
   for (int n = 0; n < count; n++) {
-    double sums[16 * 8] = {};
+    const Product& all = w->lanes[0]->products.items[n];
+    const int columns = all.bf16 ? 16 : 32, quarter = columns / 8;  // of a piece of 16 bytes: two quarters' columns
     float a[16 * 32], b[32 * 8];
-    const u8* fragment = w->lanes[0]->products.items[n].b;
-    for (int k = 0; k < 32; k++)
-      for (int row = 0; row < 8; row++) b[k * 8 + row] = e4m3[fragment[(k >> 4) * 128 + row * 16 + (k & 15)]];
     for (int lane = 0; lane < 32; lane++) {
       const Product& p = w->lanes[lane]->products.items[n];
-      if (p.b != fragment) fail("wgmma_e4m3: lanes of the warp name different descriptors");
+      if (p.b != all.b || p.stride != all.stride) fail("wgmma: lanes of the warp name different descriptors");
       for (int part = 0; part < 4; part++)
-        for (int i = 0; i < 4; i++)
-          a[((lane >> 2) + 8 * (part & 1)) * 32 + 16 * (part >> 1) + 4 * (lane & 3) + i] =
-              e4m3[p.a[part] >> 8 * i & 255u];
+        for (int i = 0; i < quarter; i++)
+          a[((lane >> 2) + 8 * (part & 1)) * columns + columns / 2 * (part >> 1) + quarter * (lane & 3) + i] =
+              all.bf16 ? bf16_value(p.a[part] >> 16 * i & 0xFFFFu) : e4m3[p.a[part] >> 8 * i & 255u];
     }
-    multiply(sums, a, b, 32);
-    for (int lane = 0; lane < 32; lane++)
-      for (int i = 0; i < 4; i++)
-        w->lanes[lane]->products.items[n].d[i] =
-            (float)sums[((lane >> 2) + 8 * (i >> 1)) * 8 + 2 * (lane & 3) + (i & 1)];
+    for (int tile = 0; tile < all.tiles; tile++) {
+      double sums[16 * 8] = {};
+      for (int k = 0; k < columns; k++)
+        for (int row = 0; row < 8; row++) {
+          const u8* piece = all.b + tile * all.stride + k / (columns / 2) * 128 + row * 16;
+          int in_piece = k % (columns / 2);
+          b[k * 8 + row] = all.bf16 ? bf16_value(((const u16*)piece)[in_piece]) : e4m3[piece[in_piece]];
+        }
+      multiply(sums, a, b, columns);
+      for (int lane = 0; lane < 32; lane++)
+        for (int i = 0; i < 4; i++) {
+          const Product& p = w->lanes[lane]->products.items[n];
+          float* d = p.d + 4 * tile + i;
+          double sum = sums[((lane >> 2) + 8 * (i >> 1)) * 8 + 2 * (lane & 3) + (i & 1)];
+          *d = (float)(p.bf16 ? (p.first ? p.before[4 * tile + i] : *d) + sum : sum);
+        }
+    }
   }
   for (int lane = 0; lane < 32; lane++) w->lanes[lane]->products.drop_front(count);
 }
@@ -936,10 +954,16 @@ DEVICE void store_volatile(uint4* p, uint4 v, WHERE) {
   emulate::machine.polls = 0;
   *p = v;
 }
-DEVICE u32 add_atomic(u32* p, u32 v) { u32 old = *p; *p = old + v; return old; }
+DEVICE u32 add_atomic(u32* p, u32 v) { emulate::machine.polls = 0; u32 old = *p; *p = old + v; return old; }
 DEVICE u32 max_atomic(u32* p, u32 v) { u32 old = *p; if (v > old) *p = v; return old; }
 DEVICE u64 max_atomic(u64* p, u64 v) { u64 old = *p; if (v > old) *p = v; return old; }
+DEVICE void add_release(u32* p, u32 v) { add_atomic(p, v); }
+DEVICE u32 or_atomic(u32* p, u32 v) { u32 old = *p; *p = old | v; return old; }
 DEVICE void fence_device() {}
+DEVICE void wait_value(const int* shared, int value, WHERE) {
+  emulate::note(where);
+  while (*(const volatile int*)shared != value) emulate::poll();
+}
 DEVICE void relax(WHERE) { emulate::note(where); emulate::poll(); }
 
 // ---- asynchronous copies ----------------------------------------------------------------------------------------
@@ -994,6 +1018,12 @@ DEVICE void cluster_store(float* to, int rank, float value, u64* b, WHERE) {
   emulate::read_barrier("cluster_store", b);
   emulate::carry_out(emulate::Copy{cluster_map(to, rank, where), &value, 4, barrier, 0});
 }
+DEVICE void cluster_store(float4* to, int rank, float4 value, u64* b, WHERE) {
+  u64* barrier = cluster_map(b, rank, where);
+  emulate::check_shared("cluster_store", to, 16, 16);
+  emulate::read_barrier("cluster_store", b);
+  emulate::carry_out(emulate::Copy{cluster_map(to, rank, where), &value, 16, barrier, 0});
+}
 DEVICE void bulk_copy(void* shared, const void* global, u32 bytes, u64* b, WHERE) {
   emulate::note(where);
   emulate::check_shared("bulk_copy", shared, bytes, 16);
@@ -1014,6 +1044,7 @@ DEVICE void prefetch_l2(const void* global, u32 bytes, WHERE) {
   if (bytes % 16) emulate::fail("prefetch_l2: %u bytes, not a multiple of 16", bytes);
 }
 DEVICE void fence_async() {}
+DEVICE void fence_async_device() {}
 
 // ---- products ---------------------------------------------------------------------------------------------------
 
@@ -1025,23 +1056,43 @@ DEVICE void mma_bf16(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 
   emulate::note(where);
   emulate::mma("mma_bf16", d, a0, a1, a2, a3, b0, b1, emulate::bf16_value);
 }
-DEVICE u64 wgmma_descriptor(const void* fragment, WHERE) {
+DEVICE u64 wgmma_descriptor(const void* fragment, u32 tile_stride = 256, WHERE) {
   emulate::note(where);
   emulate::check_shared("wgmma_descriptor", fragment, 256, 16);
-  return (u64)((const u8*)fragment - shared_memory());
+  return (u64)((const u8*)fragment - shared_memory()) | (u64)tile_stride << 32;
+}
+DEVICE u64 wgmma_further(u64 descriptor, u32 bytes, WHERE) {
+  emulate::note(where);
+  if (bytes % 16) emulate::fail("wgmma_further: %u bytes, not a multiple of 16", bytes);
+  return descriptor + bytes;
 }
 DEVICE void wgmma_begin(WHERE) {
   emulate::note(where);
   emulate::rendezvous("wgmma_begin", [] {});
   emulate::machine.current->products_open = true;
 }
-DEVICE void wgmma_e4m3(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u64 b, WHERE) {
+namespace emulate {
+static void add_product(float* d, int size, u32 a0, u32 a1, u32 a2, u32 a3, u64 b, bool bf16) {
+  Fiber* f = machine.current;
+  if (!f->products_open) fail("wgmma outside wgmma_begin ... wgmma_commit");
+  if (machine.block % 128) fail("wgmma needs whole warpgroups of 128 threads");
+  const u8* fragment = shared_memory() + (u32)b;
+  int stride = (int)(b >> 32), tiles = size / 4;
+  check_shared("wgmma", fragment + (tiles - 1) * stride, 256, 16);
+  bool first = true;
+  for (int i = 0; i < f->products.count; i++) first = first && f->products.items[i].d != d;
+  Product& p = f->products.add();
+  p = Product{d, {a0, a1, a2, a3}, fragment, stride, tiles, f->product_group, bf16, first, {}};
+  for (int i = 0; i < size; i++) p.before[i] = d[i], d[i] = NAN;
+}
+}  // namespace emulate
+template <int N> DEVICE void wgmma_e4m3(float (&d)[N], u32 a0, u32 a1, u32 a2, u32 a3, u64 b, WHERE) {
   emulate::note(where);
-  emulate::Fiber* f = emulate::machine.current;
-  if (!f->products_open) emulate::fail("wgmma_e4m3 outside wgmma_begin ... wgmma_commit");
-  if (emulate::machine.block % 128) emulate::fail("wgmma_e4m3 needs whole warpgroups of 128 threads");
-  f->products.add() = emulate::Product{d, {a0, a1, a2, a3}, shared_memory() + b, f->product_group};
-  for (int i = 0; i < 4; i++) d[i] = NAN;
+  emulate::add_product(d, N, a0, a1, a2, a3, b, false);
+}
+template <int N> DEVICE void wgmma_bf16(float (&d)[N], u32 a0, u32 a1, u32 a2, u32 a3, u64 b, WHERE) {
+  emulate::note(where);
+  emulate::add_product(d, N, a0, a1, a2, a3, b, true);
 }
 DEVICE void wgmma_commit() {
   emulate::Fiber* f = emulate::machine.current;
@@ -1110,11 +1161,7 @@ DEVICE u32 multiply_bf16x2(u32 a, u32 b) {
 DEVICE u32 permute_bytes(u32 a, u32 b, u32 selector) {
   u64 bytes = (u64)b << 32 | a;
   u32 out = 0;
-  for (int i = 0; i < 4; i++) {
-    u32 s = selector >> 4 * i & 15u, byte = (u32)(bytes >> 8 * (s & 7u)) & 255u;
-    if (s & 8u) byte = byte & 128u ? 255u : 0u;
-    out |= byte << 8 * i;
-  }
+  for (int i = 0; i < 4; i++) out |= ((u32)(bytes >> 8 * (selector >> 4 * i & 7u)) & 255u) << 8 * i;
   return out;
 }
 DEVICE u32 multiply_high(u32 a, u32 b) { return (u32)((u64)a * b >> 32); }

@@ -1,208 +1,41 @@
 // Acceptance of drafts over a shard of the vocabulary: `weigh` (every row), `excess` (block verification alone) and
-// `race` (the row that decides the new token). `slots.cu` commits what they find.
+// `race` (the row that decides the new token). `slots.cu` commits what they find; `filter.cu` runs behind `weigh` where a
+// request asks for top-k, top-p or min-p.
 //
 // Vocabulary shards meet only in small records that each rank writes into a slab of every peer's mailbox:
-// - row records [WORLD][rows][8 words] of `weigh`: what all of p needs (`Row`),
+// - row records [WORLD][rows][8 words] of `weigh` and `cut`: what all of p needs (`Record`),
+// - histograms [WORLD][2][rows][2][256][4 words] of `narrow`, in turns: where filters cut the ranking,
 // - excess [WORLD][places][BLOCK] of `excess`: the sum over the vocabulary that block verification needs,
 // - races [WORLD][places][RACE_BLOCKS][4 words] of `race`: the best of the residual, and the best of p.
-// Readers merge the slabs in order, so all ranks decide alike. Filters would exchange their histograms as well
-// (`choose` merges those of the cluster): a top-k or top-p row is exact for WORLD = 1 only.
+// Readers merge the slabs in order, so all ranks decide alike.
 //
-// What a request does not ask for it does not pay: greedy rows cost an argmax, rows without filters no selection.
-//
-// Compiled with VOCAB (of the shard, a multiple of 16), BLOCK (drafts a request may bring), WORLD, CLUSTER (blocks of a
-// row), RACE_BLOCKS, WEIGH_SHARED and SMALL_SHARED (bytes).
-#include "accept/sampling.cuh"
+// Compiled with VOCAB (of the shard), BLOCK (drafts a request may bring), WORLD, CLUSTER (blocks of a row), RACE_BLOCKS
+// and SMALL_SHARED (bytes).
+#include "accept/rows.cuh"
 
-constexpr int THREADS = 256, WARPS = THREADS / 32;
-constexpr int ROW_WORDS = 8;
 constexpr int STANDARD = 0, BLOCK_RULE = 1, SYNTHETIC = 2;  // cuda.RULE_CODES
-constexpr int BINS = 256, LEVELS = 5;
-static_assert(BINS == THREADS, "a thread per bin");
-static_assert(VOCAB % 16 == 0, "16-byte loads, and a random block of four tokens is never split");
-static_assert(BLOCK < 32 && CLUSTER <= 32 && RACE_BLOCKS == 32, "lanes hold rows, parts and races");
+static_assert(BLOCK < 32, "lanes hold rows");
 
-constexpr int part_of(int parts) { return (VOCAB / 4 + parts - 1) / parts * 4; }
-constexpr int CHUNK = part_of(CLUSTER), RACE_CHUNK = part_of(RACE_BLOCKS);
-DEVICE int size_of(int begin, int chunk) { return max(0, min(chunk, VOCAB - begin)); }
+constexpr int RACE_CHUNK = part_of(RACE_BLOCKS);
 
 // ---- a row over the vocabulary ----------------------------------------------------------------------------------
 
 struct Part {  // of a row: what one block of the cluster saw
-  float max, sum, drafted, kept;
+  float max, sum, drafted;
   i32 id;
   u32 bad;
 };
 
-struct Bin {  // of a histogram over the ranking, with what stands before it
-  i32 index;
-  u32 count, count_before;
-  u64 mass, mass_before;
-};
-
-struct WeighShared {
-  float logits[CHUNK];
-  // Masses are integers (2^40 for the most likely token), so that their sums do not depend on the order; in two
-  // halves, for want of 64-bit atomics.
-  u32 count[2][BINS], low[2][BINS], high[2][BINS];
-  u64 warp_mass[WARPS];
-  u32 warp_count[WARPS];
-  float warp_value[WARPS];
-  i32 warp_id[WARPS];
-  u32 warp_bad[WARPS];
-  Part part;
-  Bin chosen;
-  i32 last;
-};
-static_assert(sizeof(WeighShared) <= WEIGH_SHARED, "cuda.py reserves too little");
-
-DEVICE float block_sum(WeighShared& s, float value) {
-  value = warp_sum(value);
-  sync_block();
-  if (lane_id() == 0) s.warp_value[warp_id()] = value;
-  sync_block();
-  float sum = 0;
-#pragma unroll
-  for (int w = 0; w < WARPS; w++) sum += s.warp_value[w];
-  return sum;
-}
-
-DEVICE u64 mass_of(float logit, float max, float inverse) {
-  return (u64)(softmax_weight(logit, max, inverse) * 0x1p40f);
-}
-
-// The first level cuts the ranking by distance from the maximum, 1/8 a bin: logits spread over many bins, where the
-// leading bits of a float would send most of a row to a few, one atomic after the other. It is monotonic, so the four
-// bytes of the key refine it.
-DEVICE int coarse_bin(float logit, float max) { return (int)fminf((max - logit) * 8.0f, (float)(BINS - 1)); }
-
-// The mass at which a share of the whole is reached, at least 1.
-DEVICE u64 share_of(float share, u64 whole) {
-  double exact = (double)share * (double)whole;
-  u64 limit = (u64)exact;
-  if ((double)limit < exact) limit++;
-  return max((u64)1, min(limit, whole));
-}
-
-// Merges the cluster's histograms and finds the bin in which the running count (or mass) reaches `limit`; bins rise
-// along the ranking. `limit` 0 becomes `share` of all mass. `outer`: the bin that these ones divide.
-DEVICE Bin choose(WeighShared& s, int buffer, const Bin& outer, bool by_mass, float share, u64& limit) {
-  int bin = threadIdx.x, warp = warp_id(), lane = lane_id();
-  u32 count = 0;
-  u64 mass = 0;
-#pragma unroll
-  for (int r = 0; r < CLUSTER; r++) {
-    count += *cluster_map(&s.count[buffer][bin], r);
-    mass += ((u64)*cluster_map(&s.high[buffer][bin], r) << 32) + *cluster_map(&s.low[buffer][bin], r);
-  }
-  u32 count_to = count;
-  u64 mass_to = mass;
-#pragma unroll
-  for (int d = 1; d < 32; d <<= 1) {
-    u32 c = shuffle_up(count_to, d);
-    u64 m = shuffle_up(mass_to, d);
-    if (lane >= d) count_to += c, mass_to += m;
-  }
-  if (lane == 31) s.warp_count[warp] = count_to, s.warp_mass[warp] = mass_to;
-  sync_block();
-  u32 total_count = outer.count_before;
-  u64 total_mass = outer.mass_before;
-#pragma unroll
-  for (int w = 0; w < WARPS; w++) {
-    if (w == warp) count_to += total_count, mass_to += total_mass;
-    total_count += s.warp_count[w];
-    total_mass += s.warp_mass[w];
-  }
-  if (limit == 0) limit = share_of(share, total_mass);
-  u64 to = by_mass ? mass_to : count_to, own = by_mass ? mass : count;
-  if (to >= limit && to - own < limit) s.chosen = Bin{bin, count, count_to - count, mass, mass_to - mass};
-  sync_block();
-  return s.chosen;
-}
-
-struct Cut {
-  u32 key;
-  i32 last;
-  u64 mass;  // of all that is kept
-};
-
-// Where the ranking of the row ends: with the token that brings the count to `limit`, or (limit 0) the mass to `share`
-// of `whole` (0: of all). All threads of the cluster call it; the logits are in shared memory.
-DEVICE Cut select(WeighShared& s, int size, i32 first_id, float best, float inverse, u64 limit, float share,
-                  u64 whole) {
-  bool by_mass = limit == 0;
-  if (by_mass && whole) limit = share_of(share, whole);
-  for (int b = 0; b < 2; b++) s.count[b][threadIdx.x] = s.low[b][threadIdx.x] = s.high[b][threadIdx.x] = 0;
-  sync_block();
-  Bin found = {0, 0, 0, 0, 0};
-  int coarse = 0;
-  u32 key = 0;
-  for (int level = 0; level < LEVELS; level++) {
-    int buffer = level & 1, shift = 32 - 8 * level;
-    for (int i = threadIdx.x; i < size; i += THREADS) {
-      float x = s.logits[i];
-      u32 k = order_key(x);
-      int bin = coarse_bin(x, best);
-      if (level > 0) {
-        if (bin != coarse || (level > 1 && k >> (shift + 8) != key)) continue;
-        bin = BINS - 1 - (int)(k >> shift & (BINS - 1));
-      }
-      u64 mass = mass_of(x, best, inverse);
-      add_atomic(&s.count[buffer][bin], 1);
-      u32 low = (u32)mass, high = (u32)(mass >> 32);
-      if (low) high += add_atomic(&s.low[buffer][bin], low) + low < low;  // the carry
-      if (high) add_atomic(&s.high[buffer][bin], high);
-    }
-    cluster_sync();
-    // The level before was read by the whole cluster ahead of this barrier, so its histogram is free.
-    s.count[buffer ^ 1][threadIdx.x] = s.low[buffer ^ 1][threadIdx.x] = s.high[buffer ^ 1][threadIdx.x] = 0;
-    found = choose(s, buffer, found, by_mass, share, limit);
-    if (level == 0) coarse = found.index;
-    else key = key << 8 | (u32)(BINS - 1 - found.index);
-  }
-  // What is left are the tokens of one logit, of equal mass; the lowest ids of them are kept.
-  u64 each = found.mass / found.count;
-  u32 wanted = by_mass ? (u32)((limit - found.mass_before + each - 1) / each) : (u32)(limit - found.count_before);
-  i32 last = NO_ID;
-  if (wanted < found.count) {
-    constexpr int BUFFER = (LEVELS - 1) & 1;
-    u32 before = 0;
-    for (int r = 0; r < cluster_rank(); r++) before += *cluster_map(&s.count[BUFFER][found.index], r);
-    u32 left = wanted - before;
-    if (warp_id() == 0 && before < wanted && left <= s.count[BUFFER][found.index]) {
-      int at = 0;
-      for (int base = 0; base < size; base += 32) {
-        int i = base + lane_id();
-        u32 ties = ballot(i < size && order_key(s.logits[i]) == key);
-        u32 n = (u32)count_bits(ties);
-        if (left <= n) {
-          for (; left > 1; left--) ties &= ties - 1;
-          at = base + lowest_bit(ties);
-          break;
-        }
-        left -= n;
-      }
-      if (lane_id() < CLUSTER) *cluster_map(&s.last, lane_id()) = first_id + at;
-    }
-    cluster_sync();
-    last = s.last;
-  }
-  cluster_sync();  // nobody reads these histograms any more
-  return Cut{key, last, found.mass_before + wanted * each};
-}
-
-DEVICE void store_row(u32* const (&out)[8], int row, const Part& part, u32 key, i32 last) {
-#pragma unroll
-  for (int peer = 0; peer < WORLD; peer++) {
-    uint4* at = (uint4*)(out[peer] + (i64)row * ROW_WORDS);
-    at[0] = make_uint4(as_bits(part.max), as_bits(part.sum), (u32)part.id, as_bits(part.drafted));
-    at[1] = make_uint4(part.bad, key, (u32)last, as_bits(part.kept));
-  }
-}
-
-// A cluster per row: maximum and its token, sum of exponentials, the draft's logit, what filters keep.
-KERNEL(weigh, Accept, THREADS, 2) {
-  WeighShared& s = *(WeighShared*)shared_memory();
+// A cluster per row: maximum and its token, sum of exponentials, the draft's logit.
+KERNEL(weigh, Accept, THREADS, 4) {
+  struct Shared {
+    float value[WARPS];
+    i32 id[WARPS];
+    u32 bad[WARPS];
+    Part part;
+  };
+  static_assert(sizeof(Shared) <= SMALL_SHARED, "cuda.py reserves too little");
+  Shared& s = *(Shared*)shared_memory();
   launch_dependents();
   wait_for_dependencies();
   int row = blockIdx.x / CLUSTER, rank = cluster_rank(), i = row % p.rows_per_request;
@@ -218,118 +51,80 @@ KERNEL(weigh, Accept, THREADS, 2) {
   i32 first_id = p.first_token + begin;
   const float* logits = p.logits + (i64)row * VOCAB + begin;
 
-  float best = negative_infinity();
+  constexpr int AHEAD = 4, STRIDE = 4 * THREADS;
+  uint4 ahead[AHEAD];
+  auto fetch = [&](int base) {
+#pragma unroll
+    for (int k = 0; k < AHEAD; k++) {
+      int at = base + 4 * threadIdx.x + k * STRIDE;
+      if (at < size) ahead[k] = load_l2((const uint4*)(logits + at));
+    }
+  };
+  fetch(0);
+  float drafted = negative_infinity();
+  if (threadIdx.x == 0 && draft >= first_id && draft - first_id < size) drafted = load_l2(logits + draft - first_id);
+  if (slot < 0) return;  // with the whole cluster
+  float temperature = load_l2(p.temperature + slot), inverse = inverse_of(temperature);
+
+  float best = negative_infinity(), sum = 0;  // the sum is relative to the thread's best so far
   i32 best_id = NO_ID;
   bool bad = false;
-  for (int at = 4 * threadIdx.x; at < size; at += 4 * THREADS) {
-    uint4 bits = load_l2((const uint4*)(logits + at));
-    float x[4] = {as_float(bits.x), as_float(bits.y), as_float(bits.z), as_float(bits.w)};
+  for (int base = 0; base < size; base += AHEAD * STRIDE) {
+    uint4 now[AHEAD];
 #pragma unroll
-    for (int j = 0; j < 4; j++) {
-      s.logits[at + j] = x[j];
-      bad |= !is_finite(x[j]);
-      if (x[j] > best) best = x[j], best_id = first_id + at + j;
+    for (int k = 0; k < AHEAD; k++) now[k] = ahead[k];
+    fetch(base + AHEAD * STRIDE);
+#pragma unroll
+    for (int k = 0; k < AHEAD; k++) {
+      int at = base + 4 * threadIdx.x + k * STRIDE;
+      if (at >= size) break;
+      float x[4] = {as_float(now[k].x), as_float(now[k].y), as_float(now[k].z), as_float(now[k].w)}, before = best;
+#pragma unroll
+      for (int j = 0; j < 4; j++) {
+        bad |= !is_finite(x[j]);
+        if (x[j] > best) best = x[j], best_id = first_id + at + j;
+      }
+      if (temperature > 0) {
+        if (best > before) sum *= softmax_weight(before, best, inverse);
+#pragma unroll
+        for (int j = 0; j < 4; j++) sum += softmax_weight(x[j], best, inverse);
+      }
     }
   }
-  if (slot < 0) return;  // with the whole cluster
-  float temperature = load_l2(p.temperature + slot), top_p = load_l2(p.top_p + slot), min_p = load_l2(p.min_p + slot);
-  int top_k = load_l2(p.top_k + slot);
+  float own_best = best;
   warp_best(best, best_id);
   bad = ballot(bad);
-  if (lane_id() == 0) s.warp_value[warp_id()] = best, s.warp_id[warp_id()] = best_id, s.warp_bad[warp_id()] = bad;
+  if (lane_id() == 0) s.value[warp_id()] = best, s.id[warp_id()] = best_id, s.bad[warp_id()] = bad;
   sync_block();
+#pragma unroll
   for (int w = 0; w < WARPS; w++) {
-    if (beats(s.warp_value[w], s.warp_id[w], best, best_id)) best = s.warp_value[w], best_id = s.warp_id[w];
-    bad |= s.warp_bad[w] != 0;
+    if (beats(s.value[w], s.id[w], best, best_id)) best = s.value[w], best_id = s.id[w];
+    bad |= s.bad[w] != 0;
   }
-
-  float inverse = inverse_of(temperature), sum = 0;
-  if (temperature > 0) {
-    for (int at = threadIdx.x; at < size; at += THREADS) sum += softmax_weight(s.logits[at], best, inverse);
-    sum = block_sum(s, sum);
-  }
-  if (threadIdx.x == 0) {
-    i32 at = draft - first_id;
-    bool here = draft >= 0 && at >= 0 && at < size;
-    s.part = Part{best, sum, here ? s.logits[at] : negative_infinity(), sum, best_id, bad};
-  }
-  bool ranks = top_k > 0 && top_k < VOCAB, cuts = top_p < 1;
-  bool filters = temperature > 0 && (ranks || cuts || min_p > 0);
+  if (temperature > 0) sum = block_sum(s.value, sum > 0 ? sum * softmax_weight(own_best, best, inverse) : 0.0f);
+  if (threadIdx.x == 0) s.part = Part{best, sum, drafted, best_id, bad};
   cluster_sync();
-  if (!filters && (rank || warp_id())) {
-    cluster_sync();
-    return;
-  }
-
-  Part whole = *cluster_map(&s.part, 0);
+  if (rank == 0 && threadIdx.x == 0) {
+    Part whole = s.part;
 #pragma unroll
-  for (int r = 1; r < CLUSTER; r++) {
-    Part other = *cluster_map(&s.part, r);
-    if (beats(other.max, other.id, whole.max, whole.id)) whole.max = other.max, whole.id = other.id;
-    whole.bad |= other.bad;
-    whole.drafted = fmaxf(whole.drafted, other.drafted);
-  }
-  whole.sum = 0;
-#pragma unroll
-  for (int r = 0; r < CLUSTER; r++) {
-    Part other = *cluster_map(&s.part, r);
-    if (other.sum > 0) whole.sum += other.sum * softmax_weight(other.max, whole.max, inverse);
-  }
-  whole.kept = whole.sum;
-
-  u32 key = 0;
-  i32 last = NO_ID;
-  if (filters && !whole.bad) {
-    u64 mass = 0;
-    if (ranks) {
-      Cut cut = select(s, size, first_id, whole.max, inverse, (u64)top_k, 0, 0);
-      key = cut.key, last = cut.last, mass = cut.mass;
+    for (int r = 1; r < CLUSTER; r++) {
+      Part other = *cluster_map(&s.part, r);
+      if (beats(other.max, other.id, whole.max, whole.id)) whole.max = other.max, whole.id = other.id;
+      whole.bad |= other.bad;
+      whole.drafted = fmaxf(whole.drafted, other.drafted);
     }
-    if (cuts) {  // of the mass that top-k left; it ends no later
-      Cut cut = select(s, size, first_id, whole.max, inverse, 0, top_p, mass);
-      key = cut.key, last = cut.last;
-    }
-    Target target = {whole.max, inverse, 1, min_p, key, last};
-    float kept = 0;
-    for (int at = threadIdx.x; at < size; at += THREADS) kept += target_weight(target, s.logits[at], first_id + at);
-    kept = block_sum(s, kept);
-    if (threadIdx.x == 0) s.part.kept = kept;
-    cluster_sync();
-    whole.kept = 0;
+    whole.sum = 0;
 #pragma unroll
-    for (int r = 0; r < CLUSTER; r++) whole.kept += cluster_map(&s.part, r)->kept;
+    for (int r = 0; r < CLUSTER; r++) {
+      Part other = *cluster_map(&s.part, r);
+      if (other.sum > 0) whole.sum += other.sum * softmax_weight(other.max, whole.max, inverse);
+    }
+    store_record(p.rows_out, row, Record{whole.max, whole.sum, whole.id, whole.drafted, whole.bad, 0, NO_ID});
   }
-  if (rank == 0 && threadIdx.x == 0) store_row(p.rows_out, row, whole, key, last);
   cluster_sync();  // the others' shared memory must outlive the reading
 }
 
 // ---- a request --------------------------------------------------------------------------------------------------
-
-struct Row {  // a verified row over all shards
-  float max, kept, drafted;
-  i32 id, last;
-  u32 bad, key;
-};
-
-DEVICE Row read_row(const u32* records, int num_rows, int row, float inverse) {
-  Row merged = {negative_infinity(), 0, negative_infinity(), NO_ID, NO_ID, 0, 0};
-  float maxima[WORLD], kept[WORLD];
-#pragma unroll
-  for (int r = 0; r < WORLD; r++) {
-    const uint4* at = (const uint4*)(records + ((i64)r * num_rows + row) * ROW_WORDS);
-    uint4 a = load_l2(at), b = load_l2(at + 1);
-    maxima[r] = as_float(a.x);
-    kept[r] = as_float(b.w);
-    if (beats(maxima[r], (i32)a.z, merged.max, merged.id)) merged.max = maxima[r], merged.id = (i32)a.z;
-    merged.drafted = fmaxf(merged.drafted, as_float(a.w));
-    merged.bad |= b.x;
-    merged.key = b.y;
-    merged.last = (i32)b.z;
-  }
-#pragma unroll
-  for (int r = 0; r < WORLD; r++) merged.kept += kept[r] * softmax_weight(maxima[r], merged.max, inverse);
-  return merged;
-}
 
 // A request in the lanes of a warp: lane i holds row i and draft i, as far as there are such.
 struct Judge {
@@ -337,7 +132,7 @@ struct Judge {
   float inverse;
   u64 seed;
   bool greedy, bad;  // bad: a row of the request
-  Row row;
+  Record row;
   Target target;
   i32 draft;             // its token
   float q_max, q_norm;   // its distribution
@@ -360,16 +155,16 @@ DEVICE Judge read_request(const Accept& p, int place, int slot) {
   int first = place * p.rows_per_request, last = p.rows_per_request - 1;
   i32 draft = load_l2(p.row_token + first + min(lane + 1, last));
   uint4 stats = load_l2((const uint4*)(p.draft_stats + (slot * BLOCK + min(lane, BLOCK - 1)) * 4));
-  j.row = read_row(p.rows, p.num_rows, first + min(lane, last), j.inverse);
+  j.row = read_row(p.rows, p.num_rows, p.first_token / VOCAB, first + min(lane, last), j.inverse);
   bool has_row = lane <= j.drafts, has_draft = lane < j.drafts;
   j.bad = ballot(has_row && j.row.bad);
-  j.target = Target{j.row.max, j.inverse, 1.0f / j.row.kept, load_l2(p.min_p + slot), j.row.key, j.row.last};
+  j.target = Target{j.row.max, j.inverse, 1.0f / j.row.sum, load_l2(p.min_p + slot), j.row.key, j.row.last};
   j.draft = has_draft ? draft : -1;
   j.p_draft = j.q_draft = j.q_max = j.q_norm = 0;
   if (has_draft && !j.greedy) {
     j.q_max = as_float(stats.x);
     j.q_norm = 1.0f / as_float(stats.y);
-    j.p_draft = target_weight(j.target, j.row.drafted, j.draft) * j.target.norm;
+    j.p_draft = softmax_weight(j.row.drafted, j.row.max, j.inverse) * j.target.norm;
     j.q_draft = softmax_weight(as_float(stats.z), j.q_max, j.inverse) * j.q_norm;
   }
   double weight = 1;

@@ -1,8 +1,9 @@
 """Decoding slots on the device, and the launches that verify drafts, draw tokens and report them, without the host.
 
 Owns the state of the slots (`SlotState`), the buffers between the kernels (`Workspace`), the records that the host
-polls (`Ring`) and the launches of `slots.cu` and `accept.cu`. A step is `begin`, the backbone and head (others), then
-`accept`, `commit`, and the draft (`stages/head/cuda.py` chooses its tokens). `reference.py` says what is computed.
+polls (`Ring`) and the launches of `slots.cu`, `accept.cu` and `filter.cu`. A step is `begin`, the backbone and head
+(others), then `accept`, `commit`, and the draft (`stages/head/cuda.py` chooses its tokens). `reference.py` says what is
+computed.
 
 Served are temperature, top-k, top-p, min-p and every acceptance rule, side by side in a batch. Penalties, logit bias
 and grammars are not; such requests take the host's path.
@@ -23,9 +24,15 @@ from flashstep.params import SamplingParams
 from flashstep.settings import RULES, Rule
 
 THREADS = 256
-CLUSTER = 8  # blocks of a row of logits
-RACE_BLOCKS = 32  # blocks that draw one token: a record for each lane of a warp
+_RESIDENT = 264  # blocks that are enough to keep the multiprocessors busy
+_MOST_CLUSTER = 8  # blocks of a row of logits
+_MOST_TOKENS = 1 << 14  # of a block: what the masses of a histogram have room for (`filter.cu`)
+_MOST_RACE_BLOCKS = 32  # blocks that draw one token: a record for each lane of a warp
 RULE_CODES: dict[Rule, int] = {rule: code for code, rule in enumerate(RULES)}
+LEVELS = 8  # of the search for where top-k and top-p end: enough for any logits (`filter.cu`)
+_BINS = 256  # of a histogram of that search
+_PROGRESS_WORDS = 34  # of a row between the launches of that search
+FILTER_SHARED = 2 * 3 * _BINS * 4 + 512  # bytes: histograms of three words a bin for both searches, and small change
 SMALL_SHARED = 256  # bytes of shared memory of the kernels that keep no logits there
 RECORD_HEADER = 6  # words: step, slot, count, accepted, drafted, failed
 MAX_PEERS = 8
@@ -35,8 +42,6 @@ _SLOTS = [
     ("num_drafts", "const i32*"),
     ("seed", "const u64*"),
     ("temperature", "const float*"),
-    ("top_k", "const i32*"),
-    ("top_p", "const float*"),
     ("min_p", "const float*"),
     ("rule", "const i32*"),
     ("synthetic_words", "const i64*"),
@@ -67,6 +72,28 @@ ACCEPT = jit.Source(
     {"weigh": _ACCEPT, "excess": _ACCEPT, "race": _ACCEPT},
     hot=("weigh", "excess", "race"),
 )
+_FILTER = jit.Params(
+    "Filter",
+    [
+        ("temperature", "const float*"),
+        ("top_k", "const i32*"),
+        ("top_p", "const float*"),
+        ("min_p", "const float*"),
+        ("row_token", "const i32*"),
+        ("row_slot", "const i32*"),
+        ("logits", "const float*"),
+        ("rows", "const u32*"),
+        ("rows_out", "u32*[8]"),
+        ("histograms", "const u32*"),
+        ("histograms_out", "u32*[8]"),
+        ("progress", "u32*"),
+        ("level", "int"),
+        ("first_token", "int"),
+        ("num_rows", "int"),
+        ("rows_per_request", "int"),
+    ],
+)
+FILTER = jit.Source("stages/accept/filter.cu", {"narrow": _FILTER, "cut": _FILTER}, hot=("narrow", "cut"))
 SLOTS = jit.Source(
     "stages/accept/slots.cu",
     {
@@ -266,20 +293,28 @@ class Workspace:
 
     rows: Tensor  # [world, R, 8] i32
     excess: Tensor  # [world, places, block] f32
-    races: Tensor  # [world, places, RACE_BLOCKS, 4] i32
+    races: Tensor  # [world, places, blocks of a race, 4] i32
+    histograms: Tensor  # [world, 2, R, 2, bins, 4] i32; R = 0 without filters
+    progress: Tensor  # [R, words] i32: of this rank's search; R = 0 without filters
     decisions: Tensor  # [places, 4] i32: accepted, token (greedy), failed, drafts
 
     @classmethod
-    def allocate(cls, places: int, rows_per_request: int, block: int, world: int, device: torch.device) -> Workspace:
-        """Buffers of a bucket."""
+    def allocate(
+        cls, places: int, rows_per_request: int, block: int, world: int, device: torch.device, *, filters: bool = True
+    ) -> Workspace:
+        """Buffers of a bucket; filters: as of `accept`."""
 
         def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
 
+        rows = places * rows_per_request
+        filtered = rows if filters else 0
         return cls(
-            rows=zeros(world, places * rows_per_request, 8),
+            rows=zeros(world, rows, 8),
             excess=zeros(world, places, block, dtype=torch.float32),
-            races=zeros(world, places, RACE_BLOCKS, 4),
+            races=zeros(world, places, race_blocks_of(places), 4),
+            histograms=zeros(world, 2, filtered, 2, _BINS, 4),
+            progress=zeros(filtered, _PROGRESS_WORDS),
             decisions=zeros(places, 4),
         )
 
@@ -332,8 +367,19 @@ def record_words(block: int) -> int:
 # ---- launches -------------------------------------------------------------------------------------------------------
 
 
-def constants(vocab_local: int, block: int, world: int) -> dict[str, jit.Constant]:
-    """What `accept.cu` is compiled with. Raises ValueError for a vocabulary that does not divide."""
+def cluster_of(rows: int, vocab_local: int) -> int:
+    """Blocks of a row of logits: as few as keep the device busy, for each waits for the same chain of loads."""
+    least = next(size for size in (2, 4, 8, 16) if vocab_local < size * _MOST_TOKENS)
+    return max(least, min(_MOST_CLUSTER, 1 << max(0, -(-_RESIDENT // rows) - 1).bit_length()))
+
+
+def race_blocks_of(places: int) -> int:
+    """Blocks that draw the token of a request."""
+    return _MOST_RACE_BLOCKS if places <= _RESIDENT // _MOST_RACE_BLOCKS else _MOST_RACE_BLOCKS // 2
+
+
+def constants(vocab_local: int, block: int, world: int, *, rows: int, places: int) -> dict[str, jit.Constant]:
+    """What `accept.cu` and `filter.cu` are compiled with. Raises ValueError for a vocabulary that does not divide."""
     if vocab_local % 16:
         raise ValueError(f"a vocabulary shard of {vocab_local} tokens: expected a multiple of 16")
     if not 1 <= world <= MAX_PEERS:
@@ -342,31 +388,30 @@ def constants(vocab_local: int, block: int, world: int) -> dict[str, jit.Constan
         "VOCAB": vocab_local,
         "BLOCK": block,
         "WORLD": world,
-        "CLUSTER": CLUSTER,
-        "RACE_BLOCKS": RACE_BLOCKS,
-        "WEIGH_SHARED": _weigh_shared(vocab_local),
+        "CLUSTER": cluster_of(rows, vocab_local),
+        "RACE_BLOCKS": race_blocks_of(places),
+        "FILTER_SHARED": FILTER_SHARED,
         "SMALL_SHARED": SMALL_SHARED,
     }
 
 
-def _weigh_shared(vocab_local: int) -> int:
-    """Bytes: a block's part of a row, two histograms of 256 bins of three words, and small change."""
-    return -(-(vocab_local // 4) // CLUSTER) * 16 + 6 * 256 * 4 + 512
-
-
 @functools.cache
-def _accept_module(device: torch.device, vocab_local: int, block: int, world: int) -> jit.Module:
-    return ACCEPT.build(device, **constants(vocab_local, block, world))
+def _module(source: jit.Source, device: torch.device, **constants: jit.Constant) -> jit.Module:
+    return source.build(device, **constants)
 
 
-@functools.cache
-def _slots_module(device: torch.device, block: int, world: int) -> jit.Module:
-    return SLOTS.build(device, BLOCK=block, WORLD=world, RACE_BLOCKS=RACE_BLOCKS, RECORD_WORDS=record_words(block))
+def _slots_module(device: torch.device, block: int, world: int, places: int) -> jit.Module:
+    return _module(SLOTS, device, **_slot_constants(block, world, places))
+
+
+def _slot_constants(block: int, world: int, places: int) -> dict[str, jit.Constant]:
+    race_blocks, words = race_blocks_of(places), record_words(block)
+    return {"BLOCK": block, "WORLD": world, "RACE_BLOCKS": race_blocks, "RECORD_WORDS": words}
 
 
 def begin(state: SlotState, batch: Batch, *, max_model_len: int) -> list[jit.Launch]:
     """Count the step and lay out the rows of `batch`."""
-    module = _slots_module(state.step.device, state.block, 1)
+    module = _slots_module(state.step.device, state.block, 1, batch.places)
     return [
         module.launch(
             "begin",
@@ -398,16 +443,17 @@ def accept(
     rank: int = 0,
     peers: Sequence[Workspace] = (),
     block_rule: bool,
+    filters: bool = True,
 ) -> list[jit.Launch]:
     """Decide over the drafts of every request and race for its new token.
 
     logits: [R, vocab_local] f32 of this rank's shard, tokens rank * vocab_local on; the world is that of `work`.
     peers: every rank's workspace, in order; records go to slab `rank` of each. Empty: this one alone (world 1), or,
     in a larger world, looped back into every slab. All ranks' records must have arrived before the next launch.
-    block_rule: whether a slot may ask for block verification, which takes one launch more.
+    block_rule: whether a slot may ask for block verification, which takes one launch more. filters: whether one may
+    ask for top-k, top-p or min-p, which takes LEVELS + 1 more, and a workspace for them.
 
-    Requests with non-finite logits are marked failed. Top-k and top-p need a world of 1 to be exact.
-    Raises ValueError for shapes.
+    Requests with non-finite logits are marked failed. Raises ValueError for shapes.
     """
     vocab, world = state.vocab_local, work.rows.shape[0]
     if logits.shape != (batch.row_slot.shape[0], vocab) or work.rows.shape[1] != logits.shape[0]:
@@ -415,7 +461,11 @@ def accept(
             f"logits: found {list(logits.shape)}, workspace of {work.rows.shape[1]} rows, "
             f"wanted {[batch.row_slot.shape[0], vocab]}"
         )
-    module = _accept_module(logits.device, vocab, state.block, world)
+    if filters and not work.progress.numel():
+        raise ValueError("filters: the workspace was allocated without")
+    rows = logits.shape[0]
+    made = constants(vocab, state.block, world, rows=rows, places=batch.places)
+    module, cluster = _module(ACCEPT, logits.device, **made), cluster_of(rows, vocab)
 
     def slabs(name: str) -> list[Tensor]:
         if peers:
@@ -434,30 +484,77 @@ def accept(
         "races_out": slabs("races"),
         "decisions": work.decisions,
         "first_token": rank * vocab,
-        "num_rows": logits.shape[0],
+        "num_rows": rows,
         "num_places": batch.places,
         "rows_per_request": batch.rows_per_request,
     }
     launches = [
         module.launch(
             "weigh",
-            grid=logits.shape[0] * CLUSTER,
+            grid=rows * cluster,
             block=THREADS,
-            cluster=CLUSTER,
-            shared=_weigh_shared(vocab),
+            cluster=cluster,
+            shared=SMALL_SHARED,
             stage="accept",
             **fields,
         )
     ]
+    if filters:
+        filtering = _module(FILTER, logits.device, **{**made, "BLOCK": 1, "RACE_BLOCKS": 1})  # it knows neither
+        launches += _filters(filtering, state, batch, work, logits, rank, slabs("rows"), slabs("histograms"))
     if block_rule and state.block > 1:
-        grid = batch.places * (state.block - 1) * CLUSTER
+        grid = batch.places * (state.block - 1) * cluster
         launches.append(
             module.launch(
-                "excess", grid=grid, block=THREADS, cluster=CLUSTER, shared=SMALL_SHARED, stage="accept", **fields
+                "excess", grid=grid, block=THREADS, cluster=cluster, shared=SMALL_SHARED, stage="accept", **fields
             )
         )
-    grid = batch.places * RACE_BLOCKS
+    grid = batch.places * race_blocks_of(batch.places)
     launches.append(module.launch("race", grid=grid, block=THREADS, shared=SMALL_SHARED, stage="accept", **fields))
+    return launches
+
+
+def _filters(
+    module: jit.Module,
+    state: SlotState,
+    batch: Batch,
+    work: Workspace,
+    logits: Tensor,
+    rank: int,
+    rows_out: list[Tensor],
+    histograms_out: list[Tensor],
+) -> list[jit.Launch]:
+    """Between `weigh` and what reads its records: what each row keeps."""
+    rows, vocab = logits.shape
+    cluster = cluster_of(rows, vocab)
+    launches = []
+    for level in range(LEVELS + 1):
+        launches.append(
+            module.launch(
+                "narrow" if level < LEVELS else "cut",
+                grid=rows * cluster,
+                block=THREADS,
+                cluster=cluster,
+                shared=FILTER_SHARED,
+                stage="accept",
+                temperature=state.temperature,
+                top_k=state.top_k,
+                top_p=state.top_p,
+                min_p=state.min_p,
+                row_token=batch.row_token,
+                row_slot=batch.row_slot,
+                logits=logits,
+                rows=work.rows,
+                rows_out=rows_out,
+                histograms=work.histograms,
+                histograms_out=histograms_out,
+                progress=work.progress,
+                level=level,
+                first_token=rank * vocab,
+                num_rows=rows,
+                rows_per_request=batch.rows_per_request,
+            )
+        )
     return launches
 
 
@@ -471,7 +568,7 @@ def commit(
     """
     if ring.buffer.shape[1] < batch.places:
         raise ValueError(f"a ring of {ring.buffer.shape[1]} places for a batch of {batch.places}")
-    module = _slots_module(state.step.device, state.block, work.races.shape[0])
+    module = _slots_module(state.step.device, state.block, work.races.shape[0], batch.places)
     return [
         module.launch(
             "commit",
@@ -502,10 +599,15 @@ def commit(
     ]
 
 
-RELEASED = constants(vocab_local=32320, block=5, world=1)
-"""Constants of the released model on one rank of four."""
+def _released(places: int, world: int = 1) -> dict[str, jit.Constant]:
+    """Constants of the released model on one rank of four."""
+    return constants(32320, 5, world, rows=6 * places, places=places)
+
 
 SOURCES: list[tuple[jit.Source, dict[str, jit.Constant]]] = [
-    (ACCEPT, RELEASED),
-    (SLOTS, {"BLOCK": 5, "WORLD": 1, "RACE_BLOCKS": RACE_BLOCKS, "RECORD_WORDS": record_words(5)}),
+    (ACCEPT, _released(places=1)),
+    (ACCEPT, _released(places=32)),
+    (FILTER, _released(places=1)),
+    (FILTER, _released(places=32, world=4)),
+    (SLOTS, _slot_constants(5, 1, 1)),
 ]

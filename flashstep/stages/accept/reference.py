@@ -175,9 +175,9 @@ def probabilities(
 
     if params.temperature == 0:
         return torch.nn.functional.one_hot(scores.argmax(dim=-1), vocab).double()
+    ranked, token_ids = scores.sort(dim=-1, descending=True, stable=True)
     # Relative to the maximum before the division, so that no temperature can overflow the most likely token.
-    ranked, token_ids = ((scores - best) / params.temperature).sort(dim=-1, descending=True, stable=True)
-    kept = _filter_ranked(ranked, params)
+    kept = _filter_ranked((ranked - best) / params.temperature, params)
     return torch.zeros_like(kept).scatter(-1, token_ids, kept)
 
 

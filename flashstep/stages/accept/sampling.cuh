@@ -50,6 +50,9 @@ DEVICE u32 order_key(float x) {
   return bits ^ ((u32)((i32)bits >> 31) | 0x80000000u);
 }
 
+// The float of a key.
+DEVICE float float_of_key(u32 key) { return as_float(key ^ ((u32)((i32)~key >> 31) | 0x80000000u)); }
+
 DEVICE bool beats(float score, i32 id, float other, i32 other_id) {
   return score > other || (score == other && id < other_id);
 }

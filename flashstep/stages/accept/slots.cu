@@ -7,7 +7,7 @@
 constexpr int THREADS = 256, WARPS = THREADS / 32;
 constexpr int NO_TOKEN = -1;
 constexpr int HEADER = 6;  // words of a record before its tokens
-static_assert(BLOCK < 32 && RACE_BLOCKS == 32 && HEADER + BLOCK + 1 <= RECORD_WORDS && RECORD_WORDS <= 32, "lanes");
+static_assert(BLOCK < 32 && RACE_BLOCKS <= 32 && HEADER + BLOCK + 1 <= RECORD_WORDS && RECORD_WORDS <= 32, "lanes");
 
 // One block. A place is empty (-1) or its request has failed or filled its context: then its rows are inactive.
 KERNEL(begin, Begin, THREADS, 1) {
@@ -51,7 +51,7 @@ KERNEL(commit, Commit, THREADS, 1) {
     if (token == NO_TOKEN && !failed) {
       float best = 0, best_of_p = 0;
       i32 id = NO_ID, id_of_p = NO_ID;
-      for (int r = 0; r < WORLD; r++) {
+      for (int r = 0; r < WORLD && lane < RACE_BLOCKS; r++) {
         uint4 race = load_l2((const uint4*)(p.races + ((r * p.num_places + place) * RACE_BLOCKS + lane) * 4));
         float score = as_float(race.x), score_of_p = as_float(race.z);
         if (beats(score, (i32)race.y, best, id)) best = score, id = (i32)race.y;

@@ -37,7 +37,7 @@ class Case:
         self.works = [Workspace.allocate(places, self.rows, block, world, device) for _ in range(world)]
         self.rings = [Ring.allocate(3, places, block, device) for _ in range(world)]
         for work in self.works:  # nothing may be read that was not written in the step
-            for buffer in (work.rows, work.races, work.decisions):
+            for buffer in (work.rows, work.races, work.histograms, work.progress, work.decisions):
                 buffer.fill_(0x7F7F7F7F)
             work.excess.fill_(math.nan)
         self.g = generator(seed)
@@ -352,11 +352,12 @@ def test_smaller_blocks(device, block):
     assert case.run(logits, slots) == case.expected(logits, slots)
 
 
+@pytest.mark.parametrize("kinds", [PLAIN, FILTERED], ids=["plain", "filtered"])
 @pytest.mark.parametrize("world", [2, 4])
-def test_shards_of_the_vocabulary_decide_as_one(device, world):
-    """Ranks share nothing but records; every one of them comes to the same tokens."""
+def test_shards_of_the_vocabulary_decide_as_one(device, world, kinds):
+    """Ranks share nothing but records and histograms; every one of them comes to the same tokens."""
     case = Case(device, 8, 512, world=world)
-    target = requests(case, PLAIN, 21, apart=0.5, counts=[5, 5, 4, 5, 5, 3, 5, 1])
+    target = requests(case, kinds, 21, apart=0.5, counts=[5, 5, 4, 5, 5, 3, 5, 1])
     slots = list(range(8))
     logits = rows_of(case, target, slots)
     assert case.run(logits, slots) == case.expected(logits, slots)
@@ -408,18 +409,22 @@ def test_extreme_logits_and_temperatures(device):
 
 
 def kept_by_record(case, row, params, logits):
-    """Mask [vocab] of what a row record says is kept."""
-    words = case.works[0].rows[0, row].cpu()
-    key, last = int(words[5]) & 0xFFFFFFFF, int(words[6])
-    bits = (logits + 0.0).view(torch.int32).long() & 0xFFFFFFFF
-    keys = torch.where(bits >= 2**31, 0xFFFFFFFF - bits, bits + 2**31)
-    ids = torch.arange(len(logits))
-    weight = ((logits.double() - logits.double().max()) / params.temperature).exp()
-    return ((keys > key) | ((keys == key) & (ids <= last))) & (weight >= params.min_p)
+    """Mask [vocab] of what the ranks' own records say is kept."""
+    kept = []
+    for rank, shard in enumerate(logits.split(case.shard)):
+        words = case.works[rank].rows[rank, row].cpu()
+        key, last = int(words[5]) & 0xFFFFFFFF, int(words[6])
+        bits = (shard + 0.0).view(torch.int32).long() & 0xFFFFFFFF
+        keys = torch.where(bits >= 2**31, 0xFFFFFFFF - bits, bits + 2**31)
+        ids = torch.arange(len(shard)) + rank * case.shard
+        weight = ((shard.double() - logits.double().max()) / params.temperature).exp()
+        kept.append(((keys > key) | ((keys == key) & (ids <= last))) & (weight >= params.min_p))
+    return torch.cat(kept)
 
 
+@pytest.mark.parametrize("world", [1, 5])
 @pytest.mark.parametrize("levels", [None, 40, 3, 1])
-def test_filters_keep_what_the_reference_keeps(device, levels):
+def test_filters_keep_what_the_reference_keeps(device, levels, world):
     """Also with few distinct logits, where the cut falls among equals and the lowest ids are kept."""
     vocab, g = 1040, generator(41)
     kinds = [
@@ -436,7 +441,7 @@ def test_filters_keep_what_the_reference_keeps(device, levels):
         SamplingParams(min_p=0.31),
         SamplingParams(top_k=100, top_p=0.6543, min_p=0.111, temperature=1.7),
     ]
-    case = Case(device, len(kinds), vocab, block=1, rows=1)
+    case = Case(device, len(kinds), vocab, block=1, rows=1, world=world)
     logits = 3 * torch.randn(len(kinds), vocab, generator=g)
     if levels is not None:
         logits = torch.randn(levels, generator=g)[torch.randint(0, levels, logits.shape, generator=g)]
@@ -448,7 +453,7 @@ def test_filters_keep_what_the_reference_keeps(device, levels):
         p = reference.probabilities(logits[row : row + 1], params)[0]
         kept = kept_by_record(case, row, params, logits[row])
         assert torch.equal(kept, p > 0), (row, params, int(kept.sum()), int((p > 0).sum()))
-        total = float(case.works[0].rows.view(torch.float32)[0, row, 7])
+        total = float(case.works[0].rows.view(torch.float32)[:, row, 1].sum())
         exact = (((logits[row].double() - logits[row].double().max()) / params.temperature).exp() * kept).sum()
         assert total == pytest.approx(float(exact), rel=1e-5)
 
@@ -473,6 +478,30 @@ def test_filters_of_a_wide_row(device):
     for row in range(len(logits)):
         p = reference.probabilities(logits[row : row + 1], params)[0]
         assert torch.equal(kept_by_record(case, row, params, logits[row]), p > 0), row
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_search_ends_whatever_the_logits(device, world):
+    """Values that crowd around zero, or are neighbours as floats, or few and far apart: the most levels it can take."""
+    vocab, rows, g = 128, 48, generator(43)
+    case = Case(device, rows, vocab, block=1, rows=1, world=world)
+    asked, logits = [], torch.empty(rows, vocab)
+    for row in range(rows):
+        count = int(torch.randint(2, 12, (1,), generator=g))
+        near = torch.randn(1, generator=g).view(torch.int32) + torch.randint(-300, 300, (count,), generator=g).int()
+        tiny = torch.randn(count, generator=g) * 10.0 ** -torch.randint(0, 38, (count,), generator=g)
+        far = torch.randn(count, generator=g) * 30
+        mixed = torch.cat([near.view(torch.float32), tiny, far])
+        values = (near.view(torch.float32), tiny, far, mixed)[row % 4]
+        logits[row] = values[torch.randint(0, len(values), (vocab,), generator=g)]
+        top_k = int(torch.randint(1, vocab, (1,), generator=g)) if row % 3 else 0
+        top_p = float(torch.rand(1, generator=g)) if row % 5 else 1.0
+        asked.append(SamplingParams(top_k=top_k, top_p=max(top_p, 1e-3), temperature=(0.7, 1.0, 20.0)[row % 7 % 3]))
+        case.load(row, asked[-1])
+    case.run(logits, list(range(rows)), steps=("begin", "accept"))
+    for row, params in enumerate(asked):
+        p = reference.probabilities(logits[row : row + 1], params)[0]
+        assert torch.equal(kept_by_record(case, row, params, logits[row]), p > 0), (row, params)
 
 
 def test_greedy_takes_the_lowest_of_equals(device):
@@ -606,7 +635,7 @@ def test_what_is_not_served_is_refused(device):
         with pytest.raises(ValueError, match="host's path"):
             state.load(0, position=0, token=0, seed=0, params=params)
     with pytest.raises(ValueError, match="multiple of 16"):
-        cuda.constants(vocab_local=100, block=5, world=1)
+        cuda.constants(vocab_local=100, block=5, world=1, rows=6, places=1)
     with pytest.raises(ValueError, match="rows_per_request"):
         Batch.allocate(4, 7, BLOCK, device)
     batch, work = Batch.allocate(4, 6, BLOCK, device), Workspace.allocate(4, 6, BLOCK, 1, device)

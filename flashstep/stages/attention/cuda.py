@@ -26,7 +26,7 @@ from flashstep.config import FP8_BLOCK, ModelConfig
 from flashstep.ops import Rope
 
 MAX_LAYERS = 4  # of one `write_window`
-MAX_HEADS = 16  # of a rank: rows of one product
+MAX_HEADS = 16  # of a block: rows of one product
 MAX_ENTRIES = 80  # of a chunk: more do not leave shared memory for the kernel before
 MULTIPROCESSORS = 132  # of an H200; only speed depends on it
 
@@ -195,27 +195,31 @@ def write_window(
 
 @dataclass(frozen=True)
 class Split:
-    """How a row's entries are shared: `blocks` of a cluster, each taking `entries` at a time (a multiple of 16)."""
+    """How a row's entries are shared: `blocks` of a cluster, each taking `entries` at a time (a multiple of 16).
+
+    warp_columns: columns of the output that a warp has, 64, or 32 where those do not make an even number of warps.
+    """
 
     blocks: int
     entries: int
+    warp_columns: int = 64
 
 
 def plan(rows: int, tiles: int, head_dim: int) -> Split:
-    """The split for `rows` rows that see up to `tiles` tiles of entries each.
+    """The split for `rows` rows (times groups of heads) that see up to `tiles` tiles of entries each.
 
-    As many blocks a row as keep the launch within three blocks a multiprocessor or have at most six tiles each, but
-    none with less than four tiles or less than 64 columns of the output. A block takes its whole part at once if it is
-    at most 80 entries; of several parts more than 32 at a time would not leave it the registers.
+    As many blocks a row as keep the launch within two blocks a multiprocessor or have at most six tiles each, but none
+    with less than four tiles or less than 64 columns of the output. A block takes its whole part at once if it is at
+    most 80 entries; of several parts more than 32 at a time would not leave it the registers.
     """
-    warps = head_dim // 64
+    warp_columns = 32 if head_dim % 128 else 64
     blocks = 8
     while blocks > 1 and (
-        tiles < 4 * blocks or warps % blocks or (rows * blocks > 3 * MULTIPROCESSORS and tiles > 6 * blocks)
+        tiles < 4 * blocks or head_dim // 64 % blocks or (rows * blocks > 2 * MULTIPROCESSORS and tiles > 6 * blocks)
     ):
         blocks //= 2
     whole = -(-tiles // blocks // 2) * 16
-    return Split(blocks, whole if whole <= MAX_ENTRIES else 32)
+    return Split(blocks, whole if whole <= MAX_ENTRIES else 32, warp_columns)
 
 
 def count_tiles(window: int, others: int) -> int:
@@ -223,25 +227,38 @@ def count_tiles(window: int, others: int) -> int:
     return -(-window // 8) - (-others // 8)
 
 
+def head_groups(heads: int) -> int:
+    """Groups of equally many heads, as few as a block can take. ValueError where there are none."""
+    groups = -(-heads // MAX_HEADS)
+    if heads % groups:
+        raise ValueError(f"{heads} heads: at most {MAX_HEADS}, or a multiple of their groups")
+    return groups
+
+
 def attend_constants(
     heads: int, head_dim: int, rope: int, out_groups: int, window: int, others: int, block: int, split: Split
 ) -> dict[str, jit.Constant]:
     """What `attend.cu` is compiled with.
 
-    others: entries of a row outside the window, at most. block: 0, or the rows of a draft block.
+    heads: of the rank, in groups of at most MAX_HEADS for a block. others: entries of a row outside the window, at
+    most. block: 0, or the rows of a draft block.
     """
-    warps = head_dim // 64
-    tile_warps = 1 if warps % 2 else 2  # that share the tiles of a slice of the columns in the first product
-    k_warps, slices = warps // tile_warps, warps // split.blocks
+    groups = head_groups(heads)
+    heads //= groups
+    warps = head_dim // split.warp_columns
+    slices = warps // split.blocks
     tiles = -(-count_tiles(window, others) // split.blocks)
     places = -(-8 * tiles // split.entries) * split.entries
-    scores = 4 * k_warps * 16 * (split.entries + 8)
-    mail = split.blocks * heads * (132 * slices + 8)
-    shared = split.entries * (2 * head_dim + 16) + max(scores, mail + 16)
-    shared += max(32 * (split.entries + 8), 2 * heads * rope)
-    shared += 4 * split.entries + 4 * places + 64 + 128 + 4 * rope + 64 + 64
+    buffers = 1 if places == split.entries else 2
+    scores = 4 * (warps // 2) * 16 * (split.entries + 8)
+    mail = split.blocks * heads * ((2 * split.warp_columns + 4) * slices + 8)
+    shared = buffers * split.entries * (2 * head_dim + 16) + max(scores, mail + 16)
+    shared += buffers * (32 * (split.entries + 8) + 64)
+    shared += 4 * split.entries + 4 * places + 128 + 4 * rope + 64 + 64
     return {
         "HEADS": heads,
+        "HEAD_GROUPS": groups,
+        "WARP_COLUMNS": split.warp_columns,
         "HEAD_DIM": head_dim,
         "ROPE": rope,
         "OUT_GROUPS": out_groups,
@@ -250,7 +267,6 @@ def attend_constants(
         "BLOCK": block,
         "SPLIT": split.blocks,
         "ENTRIES": split.entries,
-        "N_WARPS": tile_warps,
         "SCALE": torch.tensor(head_dim**-0.5).item(),  # as float32 holds it
         "SHARED": -(-shared // 16) * 16,
     }
@@ -288,8 +304,8 @@ def attend(
     f32. sink: [heads] f32. early: what may be read before earlier kernels end. split: instead of `plan`'s.
     """
     rows, heads, head_dim = row_slot.numel(), sink.numel(), window_codes.shape[-1]
-    if heads > MAX_HEADS or head_dim % 64 or head_dim > 512:
-        raise ValueError(f"{heads} heads of {head_dim}: at most {MAX_HEADS}, of a multiple of 64 up to 512")
+    if head_dim % 64 or head_dim > 512:
+        raise ValueError(f"heads of {head_dim}: a multiple of 64 up to 512")
     if chosen is not None and block is not None:
         raise ValueError("draft rows attend to their window and block alone: give chosen entries or a block, not both")
     tiles, pieces = -(-rows // 8), heads * head_dim // out.shape[0] // 8
@@ -302,13 +318,13 @@ def attend(
         if tuple(tensor.shape) != shape:
             raise ValueError(f"{name} has the shape {tuple(tensor.shape)}: expected {shape}")
     others = block.size if block else chosen.entries.shape[-1] if chosen else 0
-    split = split or plan(rows, count_tiles(window, others), head_dim)
+    split = split or plan(rows * head_groups(heads), count_tiles(window, others), head_dim)
     size = block.size if block else 0
     constants = attend_constants(heads, head_dim, 2 * frequencies.numel(), out.shape[0], window, others, size, split)
     launch = ATTEND.build(q.device, **constants).launch(
         "attend",
-        grid=rows * split.blocks,
-        block=head_dim // 2,
+        grid=rows * head_groups(heads) * split.blocks,
+        block=head_dim // split.warp_columns * 32,
         shared=int(constants["SHARED"]),
         cluster=split.blocks,
         stage="attention",

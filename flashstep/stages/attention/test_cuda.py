@@ -181,7 +181,7 @@ class Case:
     page_entries: int = 5
     base: float = PLAIN
     block: int = 0
-    split: Split | None = field(default_factory=lambda: Split(2, 16))
+    split: Split | None = field(default_factory=lambda: Split(2, 16, 32))
     early: Early = Early.NOTHING
     sink: list[float] | None = None
     flat: bool = False  # all scores 0
@@ -374,7 +374,7 @@ def check(case: Case, device: torch.device, random: torch.Generator, kind: type[
     return forward
 
 
-@pytest.mark.parametrize("heads", [1, 2, 4, 8, 16])
+@pytest.mark.parametrize("heads", [1, 2, 4, 8, 16, 20, 32, 64])
 @pytest.mark.parametrize("ratio", [0, 1, 2])
 def test_heads_and_ratios(device: torch.device, random: torch.Generator, heads: int, ratio: int) -> None:
     requests = [Request(1, 40), Request(2, 7, 2), Request(-1, 0), Request(0, 21)]
@@ -392,20 +392,27 @@ def test_released_window(device: torch.device, random: torch.Generator, start: i
     check(Case([Request(1, start, 2)], window=128, ring=134, head_dim=256, split=Split(4, 32)), device, random)
 
 
+IN_CHUNKS, WHOLE = Split(2, 16, 32), Split(2, 32, 32)  # of 24 chosen entries and a window of 16
+
+
+@pytest.mark.parametrize("split", [IN_CHUNKS, WHOLE])
 @pytest.mark.parametrize("early", list(Early))
 @pytest.mark.parametrize("start", [0, 3, 30, 100])
-def test_reading_early_changes_no_bit(device: torch.device, random: torch.Generator, early: Early, start: int) -> None:
+def test_reading_early_changes_no_bit(
+    device: torch.device, random: torch.Generator, early: Early, start: int, split: Split
+) -> None:
     # Three rows of a request in front of the last one: their entries are of this forward.
-    case = Case([Request(2, 5), Request(1, start, 4), Request(0, 64, 2)], ratio=1, early=early)
+    case = Case([Request(2, 5), Request(1, start, 4), Request(0, 64, 2)], ratio=1, early=early, split=split)
     forward = check(case, device, random)
     early_bits = forward.run(device)
     forward.case.early = Early.NOTHING
     assert torch.equal(early_bits.view(torch.int16), forward.run(device).view(torch.int16))
 
 
-def test_entries_of_this_forward_are_seen(device: torch.device, random: torch.Generator) -> None:
+@pytest.mark.parametrize("split", [IN_CHUNKS, WHOLE])
+def test_entries_of_this_forward_are_seen(device: torch.device, random: torch.Generator, split: Split) -> None:
     # They are written by the kernel in front: reading them before it has ended would find NaN (on a GPU).
-    forward = Forward(Case([Request(1, 60, 6), Request(0, 3, 4)], early=Early.STATE), random)
+    forward = Forward(Case([Request(1, 60, 6), Request(0, 3, 4)], early=Early.STATE, ratio=1, split=split), random)
     launch, out = forward.launch(device)
     codes, scales = launch.fields["window_codes"], launch.fields["window_scales"]
     low = latents((forward.rows, forward.case.head_dim), random).to(device)
@@ -442,16 +449,19 @@ def test_number_of_chosen_entries(device: torch.device, random: torch.Generator,
 @pytest.mark.parametrize(
     ("head_dim", "split"),
     [
-        (64, Split(1, 16)),
-        (64, Split(1, 80)),
-        (128, Split(1, 32)),
+        (64, Split(1, 16, 32)),
+        (64, Split(2, 80, 32)),
+        (128, Split(1, 32, 32)),
         (128, Split(2, 16)),
         (128, Split(2, 48)),
-        (192, Split(3, 16)),
+        (192, Split(3, 16, 32)),
         (256, Split(2, 32)),
-        (256, Split(4, 16)),
+        (256, Split(4, 16, 32)),
         (512, Split(8, 16)),
-        (512, Split(4, 32)),
+        (512, Split(4, 32, 32)),
+        (384, Split(3, 32)),
+        (512, Split(8, 80)),
+        (512, Split(1, 32)),
     ],
 )
 def test_every_split(device: torch.device, random: torch.Generator, head_dim: int, split: Split) -> None:
@@ -582,6 +592,8 @@ def test_attend_refuses_shapes_that_do_not_fit(random: torch.Generator) -> None:
     forward.q = forward.q[:, 1:]
     with pytest.raises(ValueError, match="q has the shape"):
         forward.launch(CPU)
+    with pytest.raises(ValueError, match="17 heads: at most 16, or a multiple of their groups"):
+        Forward(Case([Request(1, 4)], heads=17), random).launch(CPU)
     forward = Forward(Case([Request(1, 4)], block=1, ratio=1), random)
     with pytest.raises(ValueError, match="not both"):
         forward.launch(CPU)

@@ -452,11 +452,18 @@ def _constants(
     sizes: _Sizes, tile: Tiling, rows: int, kind: dict[str, int | bool], *, engram: bool
 ) -> tuple[dict[str, jit.Constant], int, int]:
     """Constants of `boundary.cu`, threads of a block, bytes of its shared memory. `rows`: of a cluster."""
-    hc = sizes.hc
+    hc, columns = sizes.hc, sizes.hidden // tile.cluster
     warps = -(-tile.workers(sizes.hidden) // 32)
     threads = 32 * (warps + (rows if kind["SOURCE"] == _FROM_SUBLAYER else 0))
-    sums = 2 * (3 * hc if engram else 1) * tile.cluster * warps
-    shared = 4 * sums + 8 * (2 + rows) + 4 * rows * (2 * hc + hc * hc) + 16  # the last for alignment
+    turns = 2 if engram or rows == 1 else 4
+    sums = turns * (3 * hc if engram else 1) * tile.cluster * warps
+    shared = 4 * sums + 8 * (turns + 2 * rows) + 4 * rows * (2 * hc + hc * hc) + 32  # the last for alignment
+    # Several rows of a cluster are copied at once, where that leaves room for the other block of a multiprocessor.
+    copies = rows * columns * (2 * hc + 4 * kind["WORLD"])
+    room = jit.MAX_SHARED // (1 if engram or threads > 512 else 2) - 1024 - shared
+    copied = kind["SOURCE"] == _FROM_SUBLAYER and rows > 1 and copies <= room and columns * 2 % 16 == 0
+    if copied:
+        shared += copies
     constants: dict[str, jit.Constant] = {
         **kind,
         "HIDDEN": sizes.hidden,
@@ -466,6 +473,7 @@ def _constants(
         "CLUSTER": tile.cluster,
         "PIECES": tile.pieces,
         "ROWS": rows,
+        "COPIED": copied,
         "ENGRAM": engram,
         "SINKHORN_ITERATIONS": sizes.sinkhorn_iterations,
         "HC_EPS": sizes.hc_eps,

@@ -29,9 +29,9 @@ MAX_PEERS = 8
 
 # The kinds and output forms of operands.cuh, output.cuh and product.cuh.
 _FP8, _FP8_AT_BF16, _BF16 = range(3)
-_TO_BF16, _TO_F32, _TO_PEERS, _TO_FRAGMENTS = range(4)
+_TO_BF16, _TO_F32, _TO_PEERS, _TO_FRAGMENTS, _TO_SCORES, _TO_SQUARED = range(6)
 _NO_PROLOGUE, _QUANTIZE, _NORM_QUANTIZE = range(3)
-_HELD, _HELD_ALONE = 8, 16  # units of mma.sync in a warp's registers: two blocks a multiprocessor, or one
+_HELD, _HELD_ALONE = 12, 16  # units of mma.sync in a warp's registers: two blocks a multiprocessor, or one
 _GROUP_BYTES = {_FP8: 516, _FP8_AT_BF16: 516, _BF16: 1024}
 
 _PRODUCT = [
@@ -41,6 +41,8 @@ _PRODUCT = [
     ("out", f"void*[{MAX_SEGMENTS}]"),
     ("out_scales", f"u8*[{MAX_SEGMENTS}]"),
     ("peers", f"float*[{MAX_PEERS}]"),
+    ("squares", "float*"),
+    ("x_squares", "const float*"),
     ("norm", "const float*"),
     ("rows", "int"),
 ]
@@ -54,8 +56,8 @@ _WINDOW = [
     ("frequencies", "const float*"),
     ("row_position", "const i32*"),
     ("row_slot", "const i32*"),
-    ("codes", "u8*"),
-    ("scales", "u8*"),
+    ("window_codes", "u8*"),
+    ("window_scales", "u8*"),
     ("ring", "int"),
 ]
 PRODUCT = jit.Source("stages/dense/product.cu", {"product": jit.Params("Product", _PRODUCT)}, hot=["product"])
@@ -86,15 +88,21 @@ STREAM = jit.Source(
     },
     hot=["stream"],
 )
+_QUANTIZE_FIELDS = [
+    ("x", "const bf16*"),
+    ("squares", "const float*"),
+    ("norm", "const float*"),
+    ("codes", "u8*"),
+    ("scales", "u8*"),
+    ("rows", "int"),
+]
 QUANTIZE = jit.Source(
-    "stages/dense/quantize.cu",
-    {
-        "quantize": jit.Params(
-            "Quantize",
-            [("x", "const bf16*"), ("norm", "const float*"), ("codes", "u8*"), ("scales", "u8*"), ("rows", "int")],
-        )
-    },
-    hot=["quantize"],
+    "stages/dense/quantize.cu", {"quantize": jit.Params("Quantize", _QUANTIZE_FIELDS)}, hot=["quantize"]
+)
+QUANTIZE_WINDOW = jit.Source(
+    "stages/dense/quantize_window.cu",
+    {"quantize_window": jit.Params("QuantizeWindow", _QUANTIZE_FIELDS + _WINDOW)},
+    hot=["quantize_window"],
 )
 
 
@@ -134,20 +142,34 @@ class Bf16:
 class Latent:
     """bf16 rows `values` [rows, stride] whose first columns (as many as the weight has) are quantized for the product.
 
-    `norm` float32 [columns]: behind an RMS norm with `eps`. Above PROLOGUE_ROWS rows, or where there is `scratch` for
-    the normed, a kernel of its own in front of the product writes `scratch`: fragments of at least that many rows,
-    exactly the weight's columns.
+    `norm` float32 [columns]: behind an RMS norm with `eps`, whose `squares` the product that wrote the rows has left
+    (`Rows.squares`). Above PROLOGUE_ROWS rows a kernel of its own in front of the product writes `scratch`: fragments
+    of at least that many rows, exactly the weight's columns.
     """
 
     values: Tensor
     norm: Tensor | None = None
     eps: float = 0.0
+    squares: Tensor | None = None
     scratch: Fp8 | None = None
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Row-major output: `values` [rows, stride] bfloat16 or float32, results from column `column` on."""
+    """Row-major output: `values` [rows, stride] bfloat16 or float32, results from column `column` on.
+
+    `squares` float32 [rows, a multiple of 4]: place i becomes the sum of the squares of results 32 i .. 32 i + 31 as
+    rounded to bfloat16, for the norm in front of the next product. Of one segment of a launch.
+    """
+
+    values: Tensor
+    column: int = 0
+    squares: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Scores:
+    """A router's scores, sqrt(softplus(result)): `values` float32 [rows, stride], results from column `column` on."""
 
     values: Tensor
     column: int = 0
@@ -167,7 +189,7 @@ class Segment:
 
     weight: PackedWeight
     x: Fp8 | Bf16 | Latent
-    out: Rows | Peers | Fp8
+    out: Rows | Scores | Peers | Fp8
 
 
 @dataclass(frozen=True)
@@ -201,12 +223,35 @@ class Window:
     scales: Tensor
     ring: int
 
+    @property
+    def constants(self) -> dict[str, jit.Constant]:
+        """What kernels that write the entries are compiled with."""
+        return {"HEAD_DIM": self.codes.shape[-1], "ROPE": 2 * self.frequencies.shape[0]}
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """Their parameters."""
+        return {
+            "low": self.low,
+            "low_stride": self.low.shape[1],
+            "low_column": self.column,
+            "kv_norm": self.kv_norm,
+            "window_eps": self.eps,
+            "frequencies": self.frequencies,
+            "row_position": self.row_position,
+            "row_slot": self.row_slot,
+            "window_codes": self.codes,
+            "window_scales": self.scales,
+            "ring": self.ring,
+        }
+
 
 @dataclass(frozen=True)
 class Shape:
     """How a product is cut. `tiles_*`: tiles of 16 outputs a block, by weight kind; `cluster`: blocks that share K.
 
-    `row_tiles`: tiles of 8 rows a pass. `wgmma`: fp8 x fp8 by wgmma where the machine has it; takes 4 `tiles_fp8`.
+    `row_tiles`: tiles of 8 rows a pass. `wgmma`: where the machine has it, use it: up to 8 rows for fp8 x fp8, with 4
+    `tiles_fp8`; above for all kinds, with 4 tiles or 8.
     """
 
     warps: int = 8
@@ -221,6 +266,8 @@ class Shape:
 # ---- launches -------------------------------------------------------------------------------------------------------
 
 _SLICE = 40  # groups of K a block takes by wgmma: 80 registers of weights, two blocks fit a multiprocessor
+# More rows, a block alone on its multiprocessor: groups whose weights a lane holds, and tiles of 8 rows of a pass.
+_WIDE_FP8, _WIDE_BF16, _WIDE_TILES = 32, 20, 6
 _UNITS = 20  # of a warp by mma.sync: what exceeds its registers is decoded in shared memory, 8 KB a unit
 _RESIDENT_BLOCKS = 264  # two on each of 132 multiprocessors
 _MULTIPROCESSORS = 132
@@ -247,11 +294,12 @@ def product(
     _check(segments, rows)
     launches = []
     x = segments[0].x
-    # A norm in the prologue costs every block 2.8 us on an H200: who gives scratch wants a kernel in front instead.
-    if isinstance(x, Latent) and (rows > PROLOGUE_ROWS or (x.norm is not None and x.scratch is not None)):
+    if isinstance(x, Latent) and rows > PROLOGUE_ROWS:
         if x.scratch is None:
             raise ValueError(f"{rows} rows of a Latent need scratch")
-        launches += quantize(device, x, x.scratch, rows, stage=stage)
+        window = extra if isinstance(extra, Window) else None  # not behind the product's waves of blocks
+        launches += quantize(device, x, x.scratch, rows, stage=stage, window=window)
+        extra = None if window else extra
         segments = [replace(segment, x=x.scratch) for segment in segments]
     shape = shape or choose_shape(segments, rows, wgmma=wgmma and has_wgmma(device))
     plan = plan_product(segments, rows, extra, shape, late_trigger=late_trigger)
@@ -311,12 +359,15 @@ def plan_product(
         "PASSES": -(-rows // (8 * shape.row_tiles)),
         "PROLOGUE": prologue,
         "X_STRIDE": x.values.shape[1] if isinstance(x, Latent) else 0,
+        "X_SQUARES": x.squares.shape[1] if isinstance(x, Latent) and x.squares is not None else 0,
         "EPS": float(x.eps) if isinstance(x, Latent) else 0.0,
         "WGMMA": shape.wgmma,
         "LATE_TRIGGER": late_trigger,
         "PEERS": 0,
+        "SQUARES": 0,
     }
     fields: dict[str, Any] = {name: [] for name in ("weight", "x", "x_scales", "out", "out_scales", "peers")}
+    fields["squares"] = None
     blocks = 0
     for s in range(MAX_SEGMENTS):
         described = dict.fromkeys(("KIND", "OUTPUTS", "FORM", "STRIDE", "COLUMN"), 0)
@@ -330,6 +381,7 @@ def plan_product(
             blocks += -(-segment.weight.outputs // (TILE * _tiles(shape, kind))) * shape.cluster
         constants.update({f"{name}_{s}": value for name, value in described.items()})
     fields["norm"] = x.norm if isinstance(x, Latent) else None
+    fields["x_squares"] = x.squares if isinstance(x, Latent) else None
     fields["rows"] = rows
     nbytes = sum(segment.weight.nbytes for segment in segments)
     shared = _product_shared(segments, columns, shape, prologue, rows)
@@ -348,20 +400,8 @@ def plan_product(
         blocks += -(-mixing // shape.cluster) * shape.cluster
     elif isinstance(extra, Window):
         source, kernel = PRODUCT_WINDOW, "product_window"
-        constants.update(HEAD_DIM=extra.codes.shape[-1], ROPE=2 * extra.frequencies.shape[0])
-        fields.update(
-            low=extra.low,
-            low_stride=extra.low.shape[1],
-            low_column=extra.column,
-            kv_norm=extra.kv_norm,
-            window_eps=extra.eps,
-            frequencies=extra.frequencies,
-            row_position=extra.row_position,
-            row_slot=extra.row_slot,
-            codes=extra.codes,
-            scales=extra.scales,
-            ring=extra.ring,
-        )
+        constants.update(extra.constants)
+        fields.update(extra.fields)
         blocks += -(-rows // shape.cluster) * shape.cluster
     return Plan(source, kernel, constants, fields, blocks, 32 * shape.warps, shared, shape.cluster, nbytes)
 
@@ -369,8 +409,10 @@ def plan_product(
 def choose_shape(segments: Sequence[Segment], rows: int, *, wgmma: bool = True) -> Shape:
     """How to cut a launch: as few blocks share K as its weights fit registers, and multiprocessors are busy evenly.
 
-    `wgmma`: multiply fp8 by fp8 with it where the machine has it.
+    `wgmma`: use it where the machine has it.
     """
+    if wgmma and rows > PROLOGUE_ROWS:
+        return _wide_shape(segments, rows)
     kinds = {_kind(segment) for segment in segments}
     groups = -(-segments[0].weight.columns // GROUP)
     few = rows <= PROLOGUE_ROWS
@@ -387,7 +429,7 @@ def choose_shape(segments: Sequence[Segment], rows: int, *, wgmma: bool = True) 
 
     def time(cluster: int) -> int:
         """Of the busiest multiprocessor, in groups of K; two blocks of few rows share one without loss."""
-        blocks = sum(-(-segment.weight.outputs // (TILE * tiles[_kind(segment)])) for segment in segments) * cluster
+        blocks = _blocks(segments, tiles) * cluster
         return -(-blocks // (2 * _MULTIPROCESSORS if few else _MULTIPROCESSORS)) * (_slice(groups, cluster, 8) + 8)
 
     # On an H200, few rows: wo_b took 4.6 us in clusters of three and 2.9 in clusters of two; clusters of eight made low
@@ -395,16 +437,52 @@ def choose_shape(segments: Sequence[Segment], rows: int, *, wgmma: bool = True) 
     clusters = [1] if few and isinstance(segments[0].x, Latent) else [1, 2, 4] if few else [1, 2, 4, 8]
     options = [cluster for cluster in clusters if fits(cluster)]
     if not options:  # long rows behind a norm: one tile, half of whose units lie in shared memory
-        return Shape(cluster=clusters[-1], row_tiles=1 if few else min(row_tiles, 3))
-    cluster = min(options, key=time)
+        grouped = any(isinstance(segment.out, Fp8) or _squares(segment.out) is not None for segment in segments)
+        return Shape(
+            cluster=clusters[-1], row_tiles=1 if few else min(row_tiles, 3), tiles_fp8=2 if grouped else 1, tiles_bf16=1
+        )
     return Shape(
         blocks_per_sm=2 if few else 1,
-        cluster=cluster,
+        cluster=min(options, key=time),
         tiles_fp8=4,
         tiles_bf16=tiles[_BF16],
-        row_tiles=min(row_tiles, 6 if kinds == {_FP8} and wgmma else 3),
+        row_tiles=min(row_tiles, 3),
         wgmma=wgmma and _FP8 in kinds,
     )
+
+
+def _wide_shape(segments: Sequence[Segment], rows: int) -> Shape:
+    """Of wide.cuh: what keeps the multiprocessors busy evenly and reads each row's activations few times."""
+    kinds = {_kind(segment) for segment in segments}
+    columns = _check(segments, rows)
+    most_groups = _WIDE_FP8 if kinds == {_FP8} else _WIDE_BF16  # of a lane
+    row_tiles = -(-rows // 8)
+    options: list[tuple[float, Shape]] = []
+    for tiles in (4, 8):
+        for cluster in (1, 2, 3, 4, 8):
+            part = _slice(columns // GROUP, cluster, 8)
+            if part * tiles > most_groups * 8:
+                continue
+            passes = -(-row_tiles // _WIDE_TILES)
+            while True:
+                each = -(-row_tiles // passes)
+                shape = Shape(
+                    blocks_per_sm=1, cluster=cluster, tiles_fp8=tiles, tiles_bf16=tiles, row_tiles=each, wgmma=True
+                )
+                if _product_shared(segments, columns, shape, _NO_PROLOGUE, rows) <= jit.MAX_SHARED or each == 1:
+                    break
+                passes += 1
+            waves = -(-_blocks(segments, dict.fromkeys(kinds, tiles)) * cluster // _MULTIPROCESSORS)
+            # Per 8 rows: copies of a slice of K, products of `tiles`, and what the end of a pass costs.
+            options.append((waves * (part * (8 + tiles) + 80), shape))
+    if not options:
+        raise ValueError(f"{columns} columns are more than 8 blocks hold")
+    return min(options, key=lambda option: option[0])[1]
+
+
+def _blocks(segments: Sequence[Segment], tiles: dict[int, int]) -> int:
+    """Blocks, or clusters, that divide the outputs of all segments among them."""
+    return sum(-(-segment.weight.outputs // (TILE * tiles[_kind(segment)])) for segment in segments)
 
 
 def stream_product(
@@ -456,6 +534,7 @@ def plan_stream(segment: Segment, rows: int, blocks: int, tiles: int | None = No
         "KIND": kind,
         "OUTPUTS": weight.outputs,
         "PEERS": 0,
+        "SQUARES": 0,
         "ROW_TILES": row_tiles,
         "TILES": tiles,
         "STAGE_GROUPS": stage_groups,
@@ -474,34 +553,53 @@ def plan_stream(segment: Segment, rows: int, blocks: int, tiles: int | None = No
     return Plan(STREAM, "stream", constants, launch_fields, blocks, 288, shared, 1, weight.nbytes)
 
 
-def quantize(device: torch.device, x: Latent, out: Fp8, rows: int, *, stage: str) -> list[jit.Launch]:
+def quantize(
+    device: torch.device, x: Latent, out: Fp8, rows: int, *, stage: str, window: Window | None = None
+) -> list[jit.Launch]:
     """fp8 fragments `out` of the first columns (as many as `out` has) of `x`, behind its norm if it has one.
 
-    The bits are those of a product's prologue. Rows from `rows` on are not written.
+    The bits are those of a product's prologue. Rows from `rows` on are not written. `window`: its entries too.
     """
     columns = out.columns
+    if x.norm is not None:
+        _check_squares(x, columns, rows)
     if columns > x.values.shape[1] or x.values.shape[0] < rows or (x.norm is not None and x.norm.numel() != columns):
         raise ValueError(f"{columns} columns of {rows} rows from {tuple(x.values.shape)}, norm of {x.norm is not None}")
     if x.values.shape[1] % 8:
         raise ValueError(f"rows of {x.values.shape[1]} columns: expected a multiple of 8")
-    module = QUANTIZE.build(
-        device, COLUMNS=columns, X_STRIDE=x.values.shape[1], NORM=x.norm is not None, EPS=float(x.eps)
-    )
-    launch = module.launch(
-        "quantize",
-        grid=-(-rows // 8) * -(-columns // 256),
-        block=256,
-        shared=256,
-        cluster=1,
-        stage=stage,
-        nbytes=0,
-        x=x.values,
-        norm=x.norm,
-        codes=out.codes,
-        scales=out.scales,
-        rows=rows,
-    )
-    return [launch]
+    constants: dict[str, jit.Constant] = {
+        "COLUMNS": columns,
+        "X_STRIDE": x.values.shape[1],
+        "NORM": x.norm is not None,
+        "SQUARES": 0 if x.squares is None else x.squares.shape[1],
+        "EPS": float(x.eps),
+    }
+    fields: dict[str, Any] = {
+        "x": x.values,
+        "squares": x.squares,
+        "norm": x.norm,
+        "codes": out.codes,
+        "scales": out.scales,
+        "rows": rows,
+    }
+    grid = -(-rows // 8) * -(-columns // 256)
+    if window is not None:
+        constants.update(window.constants)
+        fields.update(window.fields)
+        grid += rows
+    module = (QUANTIZE if window is None else QUANTIZE_WINDOW).build(device, **constants)
+    return [
+        module.launch(
+            "quantize" if window is None else "quantize_window",
+            grid=grid,
+            block=256,
+            shared=1024,
+            cluster=1,
+            stage=stage,
+            nbytes=0,
+            **fields,
+        )
+    ]
 
 
 # ---- parts ----------------------------------------------------------------------------------------------------------
@@ -526,8 +624,8 @@ def _check(segments: Sequence[Segment], rows: int) -> int:
         if isinstance(x, Latent):
             if x.values.shape[0] < rows or x.values.shape[1] < columns or x.values.shape[1] % 8:
                 raise ValueError(f"Latent {tuple(x.values.shape)}: expected {rows} rows, {columns} columns or more")
-            if x.norm is not None and x.norm.shape != (columns,):
-                raise ValueError(f"norm {tuple(x.norm.shape)}: expected {columns}")
+            if x.norm is not None:
+                _check_squares(x, columns, rows)
         else:
             tensor = x.codes if isinstance(x, Fp8) else x.values
             wanted = (columns // 16, 8, 16) if isinstance(x, Fp8) else (columns // 8, 8, 8)
@@ -542,10 +640,32 @@ def _check(segments: Sequence[Segment], rows: int) -> int:
                     f"{outputs} outputs at column {out.column} of {out.columns} fp8: not whole groups of 32"
                 )
             continue
+        if isinstance(out, Rows) and out.squares is not None:
+            shape = tuple(out.squares.shape)
+            if out.values.dtype != torch.bfloat16 or outputs % GROUP:
+                raise ValueError(f"squares of {outputs} results in {out.values.dtype}: expected whole groups, bfloat16")
+            if shape[0] < rows or shape[1] * GROUP < outputs or shape[1] % 4:
+                raise ValueError(
+                    f"squares {shape}: expected {rows} rows of {outputs // GROUP} or more, a multiple of 4"
+                )
         for tensor in out.values if isinstance(out, Peers) else [out.values]:
             if tensor.shape[0] < rows or tensor.shape[1] < out.column + outputs:
                 raise ValueError(f"output {tuple(tensor.shape)}: expected {rows} x {out.column + outputs} or more")
     return columns
+
+
+def _squares(out: Rows | Scores | Peers | Fp8) -> Tensor | None:
+    return out.squares if isinstance(out, Rows) else None
+
+
+def _check_squares(x: Latent, columns: int, rows: int) -> None:
+    """Of a Latent behind a norm."""
+    assert x.norm is not None
+    if x.norm.shape != (columns,):
+        raise ValueError(f"norm {tuple(x.norm.shape)}: expected {columns}")
+    shape = None if x.squares is None else tuple(x.squares.shape)
+    if shape is None or shape[0] < rows or shape[1] * GROUP < columns or shape[1] % 4:
+        raise ValueError(f"squares {shape}: a norm needs {rows} rows of {columns // GROUP} or more, a multiple of 4")
 
 
 def _kind(segment: Segment) -> int:
@@ -556,7 +676,9 @@ def _kind(segment: Segment) -> int:
     return _FP8_AT_BF16 if isinstance(segment.x, Bf16) else _FP8
 
 
-def _output(out: Rows | Peers | Fp8, fields: dict[str, Any], constants: dict[str, jit.Constant]) -> dict[str, int]:
+def _output(
+    out: Rows | Scores | Peers | Fp8, fields: dict[str, Any], constants: dict[str, jit.Constant]
+) -> dict[str, int]:
     """Append the output's pointers to `fields`; its FORM, STRIDE and COLUMN."""
     if isinstance(out, Peers):
         if fields["peers"]:
@@ -568,6 +690,16 @@ def _output(out: Rows | Peers | Fp8, fields: dict[str, Any], constants: dict[str
     elif isinstance(out, Fp8):
         fields["out"].append(out.codes)
         form, stride = _TO_FRAGMENTS, out.columns
+    elif isinstance(out, Scores):
+        fields["out"].append(out.values)
+        form, stride = _TO_SCORES, out.values.shape[1]
+    elif out.squares is not None:
+        if fields["squares"] is not None:
+            raise ValueError("one segment of a launch leaves squares")
+        fields["out"].append(out.values)
+        fields["squares"] = out.squares
+        constants["SQUARES"] = out.squares.shape[1]
+        form, stride = _TO_SQUARED, out.values.shape[1]
     else:
         fields["out"].append(out.values)
         form, stride = _TO_BF16 if out.values.dtype == torch.bfloat16 else _TO_F32, out.values.shape[1]
@@ -592,25 +724,29 @@ def _product_shared(segments: Sequence[Segment], columns: int, shape: Shape, pro
     held = _HELD if shape.blocks_per_sm > 1 else _HELD_ALONE
     buffers = 2 if passes > 1 else 1
     sums = mail = activations = over = 0
+    wide = shape.wgmma and rows > PROLOGUE_ROWS
     for kind in {_kind(segment) for segment in segments}:
-        by_wgmma = shape.wgmma and kind == _FP8
+        by_wgmma = shape.wgmma and not wide and kind == _FP8
         tiles = _tiles(shape, kind)
         items = shape.row_tiles * 8 * tiles * 4
         share = -(-(items // 8) // shape.cluster) * 8
-        senders = shape.cluster * (shape.warps // 4 if by_wgmma and passes == 1 else 1)
-        parts = shape.warps // 4 if by_wgmma else shape.warps
+        senders = shape.cluster * (shape.warps // 4 if by_wgmma else 1)
+        parts = shape.warps // tiles if wide else shape.warps // 4 if by_wgmma else shape.warps
         sums = max(sums, parts * shape.row_tiles * 8 * (16 * tiles + 4) * 4)
         if shape.cluster > 1:
             mail = max(mail, buffers * senders * share * 16)
-        if by_wgmma:
-            activations = max(activations, buffers * shape.row_tiles * part * (256 + 32) + part * 16)
+        if wide:
+            group = 256 + 32 if kind == _FP8 else 512
+            activations = max(activations, buffers * shape.row_tiles * part * group + shape.warps * part * 4)
+        elif by_wgmma:
+            activations = max(activations, part * (256 + 32) + part * 16)
         else:
             units = tiles * -(-part // shape.warps)
             over = max(over, shape.warps * (units - min(units, held)) * 1024)
             if prologue != _NO_PROLOGUE:
                 activations = max(activations, part * (256 + 8))
-    norm = columns * 4 + 256 if prologue == _NORM_QUANTIZE else 0
-    return sums + mail + norm + 16 + -(-activations // 16) * 16 + over
+    norm = columns * 4 if prologue == _NORM_QUANTIZE else 0
+    return sums + mail + norm + 32 + -(-activations // 16) * 16 + over
 
 
 def has_wgmma(device: torch.device) -> bool:
@@ -650,10 +786,14 @@ def _released(rows: int, *, wgmma: bool = True) -> list[Plan]:
 
     low = empty(rows, 1280 + 512, dtype=torch.bfloat16)
     x, x_bf16 = fp8(5120), bf16(5120)
-    plain = [Segment(weight(1280, 5120), x, Rows(low)), Segment(weight(512, 5120), x, Rows(low, 1280))]
+    squares = floats(40)
+    plain = [
+        Segment(weight(1280, 5120), x, Rows(low, squares=squares)),
+        Segment(weight(512, 5120), x, Rows(low, 1280)),
+    ]
     source = [Segment(weight(n, 5120, "bf16"), x_bf16, Rows(floats(n))) for n in (512, 512, 32)]
     mixes = Mixes(empty(rows, 4, 5120, dtype=torch.bfloat16), floats(1), floats(1), 40)
-    latent = Latent(low, floats(1280)[0], 1e-20) if rows <= PROLOGUE_ROWS else fp8(1280)
+    latent = Latent(low, floats(1280)[0], 1e-20, squares) if rows <= PROLOGUE_ROWS else fp8(1280)
     queries = [Segment(weight(n, 1280), latent, Rows(empty(rows, n, dtype=torch.bfloat16))) for n in (8192, 4096)]
     ints = empty(rows, dtype=torch.int32)
     window = Window(low, 1280, empty(512, dtype=torch.bfloat16), 1e-20, floats(32)[0], ints, ints,
@@ -666,11 +806,11 @@ def _released(rows: int, *, wgmma: bool = True) -> list[Plan]:
         for segments, extra in (
             (plain, mixes),
             (plain + source, mixes),
-            (queries[:1], window),
-            (queries, window),
+            (queries[:1], window if rows <= PROLOGUE_ROWS else None),
+            (queries, window if rows <= PROLOGUE_ROWS else None),
             (wo_a, None),
             ([Segment(weight(5120, 2048), u, peers)], None),
-            ([Segment(weight(384, 5120, "bf16"), x_bf16, Rows(floats(384)))], mixes),
+            ([Segment(weight(384, 5120, "bf16"), x_bf16, Scores(floats(384)))], mixes),
         )
     ]
     return plans + [
@@ -686,6 +826,18 @@ def _released(rows: int, *, wgmma: bool = True) -> list[Plan]:
 SOURCES: list[tuple[jit.Source, dict[str, jit.Constant]]] = [
     *((plan.source, plan.constants) for rows in (6, 48, 192) for plan in _released(rows)),
     *((plan.source, plan.constants) for rows in (6, 48) for plan in _released(rows, wgmma=False)[:7]),
-    (QUANTIZE, {"COLUMNS": 1280, "X_STRIDE": 1792, "NORM": True, "EPS": 1e-20}),
-    (QUANTIZE, {"COLUMNS": 1536, "X_STRIDE": 1536, "NORM": False, "EPS": 0.0}),
+    (
+        QUANTIZE_WINDOW,
+        {
+            "COLUMNS": 1280,
+            "X_STRIDE": 1792,
+            "NORM": True,
+            "SQUARES": 40,
+            "EPS": 1e-20,
+            "HEAD_DIM": 512,
+            "ROPE": 64,
+        },
+    ),
+    (QUANTIZE, {"COLUMNS": 1280, "X_STRIDE": 1792, "NORM": True, "SQUARES": 40, "EPS": 1e-20}),
+    (QUANTIZE, {"COLUMNS": 1536, "X_STRIDE": 1536, "NORM": False, "SQUARES": 0, "EPS": 0.0}),
 ]

@@ -5,51 +5,54 @@
 // bf16(x) as float32, without a shift: the other half of the pair is zero.
 DEVICE float rounded(float x) { return as_float(f32x2_to_bf16x2(0.0f, x)); }
 
-// A block of 8 warps and up to 8 rows of `groups` groups of 32 columns, `stride` apart. A warp takes group w of every 8
-// groups, COUNT in all; its lane has 8 columns of row lane % 8, so that a store of the warp fills whole fragments.
-// `norm`: float32 per column; `scratch`: 64 floats of shared memory. `store(group, row, quarter, codes, scale)` gets 8
-// columns, the scale's code to be written for quarter 0. Groups whose turn in the warp is `part` modulo PARTS are
-// stored; all are summed, so that the bits do not depend on PARTS.
-template <bool NORM, int COUNT, int PARTS, class Store>
-DEVICE void quantize_rows(const bf16* x, int stride, int groups, int rows, const float* norm, float eps, int part,
-                          float* scratch, Store store) {
-  int warp = warp_id(), row = lane_id() & 7, quarter = lane_id() >> 3;
+// A warp and 8 rows, of which `rows` are there: COUNT groups of 32 columns of each, the first at `x` and `norm`, the
+// next STEP groups on, as far as `count` are there. A lane has 8 columns of row lane % 8, so that a store of the warp
+// fills whole fragments. NORM: behind an RMS norm with weights `norm` (float32, at the first group), whose sums of
+// squares come with the rows: `squares` [rows][SQUARES], one of every group of ALL. That makes one trip to L2 of it
+// all, and every warp its own master. `store(i, row, quarter, codes, scale)` gets 8 columns of the i-th group; the
+// scale's code is to be written for quarter 0.
+template <bool NORM, int COUNT, int STEP, int ALL, int SQUARES, class Store>
+DEVICE void quantize_rows(const bf16* x, int stride, int count, int rows, const float* squares, float eps,
+                          const float* norm, Store store) {
+  int row = lane_id() & 7, quarter = lane_id() >> 3;
   uint4 raw[COUNT];
-  const uint4* from = (const uint4*)(x + (i64)row * stride + warp * 32) + quarter;
+  const uint4* from = (const uint4*)(x + (i64)row * stride) + quarter;
 #pragma unroll
   for (int i = 0; i < COUNT; ++i)
-    raw[i] = row < rows && i * 8 + warp < groups ? load_l2(from + i * 32) : make_uint4(0, 0, 0, 0);
+    raw[i] = row < rows && i < count ? load_l2(from + i * STEP * 4) : make_uint4(0, 0, 0, 0);
   float inverse_rms = 1.0f;
   if constexpr (NORM) {
-    float sum = 0.0f;
+    constexpr int QUADS = (ALL + 3) / 4;  // four sums each
+    float4 parts[(QUADS + 3) / 4];
+    float total = 0.0f;
 #pragma unroll
-    for (int i = 0; i < COUNT; ++i) {
-      u32 words[4] = {raw[i].x, raw[i].y, raw[i].z, raw[i].w};
-      float low = 0.0f, high = 0.0f;
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        low = fmaf(bf16x2_low(words[j]), bf16x2_low(words[j]), low);
-        high = fmaf(bf16x2_high(words[j]), bf16x2_high(words[j]), high);
-      }
-      sum += low + high;
+    for (int i = 0; i < (QUADS + 3) / 4; ++i) {
+      int quad = i * 4 + quarter;
+      parts[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+      if (row < rows && quad < QUADS) parts[i] = load_l2((const float4*)(squares + row * SQUARES) + quad);
     }
-    sum += shuffle_xor(sum, 8);
-    sum += shuffle_xor(sum, 16);
-    if (quarter == 0) scratch[warp * 8 + row] = sum;
-    sync_block();
-    float total = scratch[row];
 #pragma unroll
-    for (int w = 1; w < 8; ++w) total += scratch[w * 8 + row];
-    inverse_rms = rsqrtf(total / (float)(32 * groups) + eps);
+    for (int i = 0; i < (QUADS + 3) / 4; ++i) {
+      int first = (i * 4 + quarter) * 4;
+      float4 v = parts[i];
+      if (ALL % 4 != 0) {  // what fills up the last four is nobody's
+        v.y = first + 1 < ALL ? v.y : 0.0f;
+        v.z = first + 2 < ALL ? v.z : 0.0f;
+        v.w = first + 3 < ALL ? v.w : 0.0f;
+      }
+      total += (v.x + v.y) + (v.z + v.w);
+    }
+    total += shuffle_xor(total, 8);
+    total += shuffle_xor(total, 16);
+    inverse_rms = rsqrtf(total * (1.0f / (32 * ALL)) + eps);
   }
 #pragma unroll
   for (int i = 0; i < COUNT; ++i) {
-    int group = i * 8 + warp;
-    if ((PARTS > 1 && i % PARTS != part) || group >= groups) continue;
+    if (i >= count) continue;
     float v[8] = {bf16x2_low(raw[i].x), bf16x2_high(raw[i].x), bf16x2_low(raw[i].y), bf16x2_high(raw[i].y),
                   bf16x2_low(raw[i].z), bf16x2_high(raw[i].z), bf16x2_low(raw[i].w), bf16x2_high(raw[i].w)};
     if constexpr (NORM) {
-      const float4* w = (const float4*)norm + group * 8 + quarter * 2;
+      const float4* w = (const float4*)norm + i * STEP * 8 + quarter * 2;
       float4 first = w[0], second = w[1];
       float weights[8] = {first.x, first.y, first.z, first.w, second.x, second.y, second.z, second.w};
 #pragma unroll
@@ -67,7 +70,7 @@ DEVICE void quantize_rows(const bf16* x, int stride, int groups, int rows, const
     for (int j = 0; j < 2; ++j)
       words[j] = (u32)f32x2_to_e4m3x2(v[4 * j] * inverse, v[4 * j + 1] * inverse) |
                  (u32)f32x2_to_e4m3x2(v[4 * j + 2] * inverse, v[4 * j + 3] * inverse) << 16;
-    if (row < rows) store(group, row, quarter, make_uint2(words[0], words[1]), code);
+    if (row < rows) store(i, row, quarter, make_uint2(words[0], words[1]), code);
   }
 }
 

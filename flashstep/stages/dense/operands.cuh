@@ -91,10 +91,12 @@ template <int KIND> DEVICE void decode_activations(Columns& c, const Activations
   }
 }
 
-// An e4m3 pair, times a power of two, as a bf16 pair: exact, since bf16 has the range of float32.
-DEVICE u32 scaled_bf16x2(u32 codes, float scale) {
-  u32 pair = e4m3x2_to_f16x2(codes);
-  return f32x2_to_bf16x2(scale * as_float(f16x2_to_f32_low(pair)), scale * as_float(f16x2_to_f32_high(pair)));
+// The two low or high codes of a word, times a pair of powers of two, as a bf16 pair: exact, since bf16 has the range of
+// float32.
+template <bool HIGH> DEVICE u32 scaled_bf16x2(u32 word, u32 scales) {
+  u32 spread = permute_bytes(word, 0, HIGH ? 0x3424 : 0x1404);  // as e4m3x2_to_bf16x2
+  u32 bits = (spread & 0x80008000u) | ((spread >> 4) & 0x07F007F0u);
+  return multiply_bf16x2(multiply_bf16x2(bits, 0x7B807B80u), scales);
 }
 
 struct Operand {  // a lane's A operands of two products: a unit, decoded
@@ -118,12 +120,13 @@ template <int KIND> DEVICE void decode_unit(Operand& w, const Unit& unit, float 
 #pragma unroll
     for (int i = 0; i < 4; ++i) w.a[i] = words[i], w.a[4 + i] = others[i];
   } else {  // words: rows r, r + 8 of the first half group, then of the second
+    u32 scales = KIND == FP8 ? 0 : f32x2_to_bf16x2(scale, scale);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       int to = (i >> 1) * 4 + (i & 1);
       Halves h = halves(words[i]);
-      w.a[to] = KIND == FP8 ? e4m3x2_to_f16x2(h.low) : scaled_bf16x2(h.low, scale);
-      w.a[to + 2] = KIND == FP8 ? e4m3x2_to_f16x2(h.high) : scaled_bf16x2(h.high, scale);
+      w.a[to] = KIND == FP8 ? e4m3x2_to_f16x2(h.low) : scaled_bf16x2<false>(words[i], scales);
+      w.a[to + 2] = KIND == FP8 ? e4m3x2_to_f16x2(h.high) : scaled_bf16x2<true>(words[i], scales);
     }
   }
 }

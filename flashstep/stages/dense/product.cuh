@@ -2,9 +2,10 @@
 //
 // A block takes TILES_* tiles of 16 outputs and 1 / CLUSTER of K. What is left to do behind the wait for the kernel
 // before is one trip to L2 for the activations, products out of registers, one sum over the block's parts of K, one over
-// the cluster's. Two ways to multiply: wgmma.cuh (fp8 x fp8, where the machine has it), and here, by mma.sync: warps
-// divide K among them, each for all tiles, so that every activation is read from L2 by one warp of the block. Weights
-// are decoded before the wait; what exceeds the registers lies decoded in shared memory.
+// the cluster's. Ways to multiply: where the machine has wgmma, wgmma.cuh (fp8 x fp8, up to 8 rows) and wide.cuh (more
+// rows, all kinds); and here, by mma.sync: warps divide K among them, each for all tiles, so that every activation is
+// read from L2 by one warp of the block. Weights are decoded before the wait; what exceeds the registers lies decoded
+// in shared memory.
 //
 // Rows go through in passes of ROW_TILES tiles of 8; the weights stay. Summation order depends on the shape of the
 // launch, not on the rows: a row's bits are its own.
@@ -13,8 +14,8 @@
 // do other independent work (`extra_block`, of the file that includes this).
 //
 // Compiled with COLUMNS, SEGMENTS; KIND_s, OUTPUTS_s, FORM_s, STRIDE_s, COLUMN_s of segments 0..4; WARPS,
-// BLOCKS_PER_SM, CLUSTER, TILES_FP8, TILES_BF16, ROW_TILES, PASSES, PEERS, PROLOGUE, X_STRIDE, EPS, WGMMA, LATE_TRIGGER,
-// SHARED.
+// BLOCKS_PER_SM, CLUSTER, TILES_FP8, TILES_BF16, ROW_TILES, PASSES, PEERS, SQUARES, PROLOGUE, X_STRIDE, X_SQUARES, EPS,
+// WGMMA, LATE_TRIGGER, SHARED.
 #pragma once
 #include "common.cuh"
 #include "dense/norm.cuh"
@@ -37,9 +38,10 @@ constexpr int SLICE = ((GROUPS + CLUSTER - 1) / CLUSTER + WARPGROUPS - 1) / WARP
 constexpr int PER_WARP = (SLICE + WARPS - 1) / WARPS;  // groups
 constexpr int PER_PART = SLICE / WARPGROUPS;           // groups of a warpgroup
 constexpr bool EVEN = GROUPS == SLICE * CLUSTER;
+constexpr bool WIDE = USE_WGMMA && PASSES * ROW_TILES > 1;  // all kinds by wide.cuh
 
 static_assert(PROLOGUE == NO_PROLOGUE || (CLUSTER == 1 && ROW_TILES == 1 && PASSES == 1 && WARPS == 8), "few rows");
-static_assert(WARPS % 4 == 0 && (!USE_WGMMA || TILES_FP8 == 4), "a product of wgmma has 64 outputs");
+static_assert(WARPS % 4 == 0 && (!USE_WGMMA || WIDE || TILES_FP8 == 4), "a product of wgmma has 64 outputs");
 
 #define OF_SEGMENT(name) (s == 0 ? name##_0 : s == 1 ? name##_1 : s == 2 ? name##_2 : s == 3 ? name##_3 : name##_4)
 DEVICE constexpr int kind_of(int s) { return OF_SEGMENT(KIND); }
@@ -59,6 +61,18 @@ DEVICE constexpr bool has_kind(int kind) {
     if (kind_of(s) == kind) return true;
   return false;
 }
+DEVICE constexpr bool whole_groups() {  // of 32 outputs to every 8 lanes, where the output takes them
+  for (int s = 0; s < SEGMENTS; ++s)
+    if (takes_groups(form_of(s)) && tiles_per_block(kind_of(s)) % 2 != 0) return false;
+  return true;
+}
+DEVICE constexpr bool wide_tiles() {
+  for (int s = 0; s < SEGMENTS; ++s)
+    if (tiles_per_block(kind_of(s)) % 4 != 0 || WARPS % tiles_per_block(kind_of(s)) != 0) return false;
+  return true;
+}
+static_assert(!WIDE || wide_tiles(), "64 outputs for a warpgroup, or for all");
+static_assert(whole_groups(), "an output by groups of 32 needs an even number of tiles a block");
 // Whether the last block of every segment of the kind has all its tiles.
 DEVICE constexpr bool whole_blocks(int kind) {
   for (int s = 0; s < SEGMENTS; ++s)
@@ -69,34 +83,40 @@ DEVICE constexpr int larger(int a, int b) { return a > b ? a : b; }
 
 // ---- shared memory ------------------------------------------------------------------------------------------------
 
-DEVICE constexpr bool by_wgmma(int kind) { return USE_WGMMA && kind == FP8; }
+DEVICE constexpr bool by_wgmma(int kind) { return USE_WGMMA && !WIDE && kind == FP8; }
 // Parts of K in a block, each with sums of its own.
-DEVICE constexpr int parts_of(int kind) { return by_wgmma(kind) ? WARPGROUPS : WARPS; }
+DEVICE constexpr int parts_of(int kind) {
+  return WIDE ? WARPS / tiles_per_block(kind) : by_wgmma(kind) ? WARPGROUPS : WARPS;
+}
 DEVICE constexpr int sums_stride(int tiles) { return 16 * tiles + 4; }
 DEVICE constexpr int sums_bytes(int kind) {
   return parts_of(kind) * ROW_TILES * 8 * sums_stride(tiles_per_block(kind)) * 4;
 }
 // Four outputs of a row are an item; a cluster shares the items of its tiles out among its blocks, whole groups of 32
-// outputs to each, and a block has mail for the sums of its share: in a single pass from every part of every block
-// (wgmma) or every block, in more from every block, two passes in turn.
+// outputs to each, and a block has mail for the sums of its share: from every part of every block (wgmma.cuh), or from
+// every block, two passes in turn.
 DEVICE constexpr int items(int tiles) { return ROW_TILES * 8 * tiles * 4; }
 DEVICE constexpr int items_per_block(int tiles) { return (items(tiles) / 8 + CLUSTER - 1) / CLUSTER * 8; }
-DEVICE constexpr int senders_of(int kind) { return PASSES == 1 && by_wgmma(kind) ? CLUSTER * WARPGROUPS : CLUSTER; }
+DEVICE constexpr int senders_of(int kind) { return by_wgmma(kind) ? CLUSTER * WARPGROUPS : CLUSTER; }
 DEVICE constexpr int mail_bytes(int kind) {
   return CLUSTER == 1 ? 0 : (PASSES > 1 ? 2 : 1) * senders_of(kind) * items_per_block(tiles_per_block(kind)) * 16;
 }
 // Units that a warp of mma.sync keeps in registers, 8 registers each; the others lie in shared memory.
-constexpr int MOST_HELD = BLOCKS_PER_SM > 1 ? 8 : 16;
+constexpr int MOST_HELD = BLOCKS_PER_SM > 1 ? 12 : 16;
 DEVICE constexpr int units_of(int kind) { return tiles_per_block(kind) * PER_WARP; }
 DEVICE constexpr int held_of(int kind) { return units_of(kind) < MOST_HELD ? units_of(kind) : MOST_HELD; }
-constexpr int X_BUFFERS = PASSES > 1 ? 2 : 1;  // of wgmma: a pass is multiplied, the next one copied
+constexpr int X_BUFFERS = PASSES > 1 ? 2 : 1;  // a pass is multiplied, the next one copied
 constexpr int X_BYTES = SLICE * 256;           // of 8 rows
 DEVICE constexpr int x_bytes(int kind) {       // activations in shared memory; scales as float32, or as codes
-  if (by_wgmma(kind)) return X_BUFFERS * ROW_TILES * (X_BYTES + SLICE * 32) + WARPS * PER_PART * 4;
+  if (WIDE) {
+    int scales = kind == FP8 ? SLICE * 32 : 0;
+    return X_BUFFERS * ROW_TILES * (SLICE * fragment_bytes(kind) + scales) + WARPS * SLICE * 4;
+  }
+  if (by_wgmma(kind)) return X_BYTES + SLICE * 32 + WARPS * PER_PART * 4;
   return PROLOGUE ? X_BYTES + SLICE * 8 : 0;
 }
 DEVICE constexpr int over_bytes(int kind) {
-  return by_wgmma(kind) ? 0 : WARPS * (units_of(kind) - held_of(kind)) * 1024;
+  return WIDE || by_wgmma(kind) ? 0 : WARPS * (units_of(kind) - held_of(kind)) * 1024;
 }
 template <class F> DEVICE constexpr int most(F f) {
   int result = 0;
@@ -106,9 +126,9 @@ template <class F> DEVICE constexpr int most(F f) {
 
 constexpr int SUMS_AT = 0;
 constexpr int MAIL_AT = SUMS_AT + most(sums_bytes);
-constexpr int NORM_AT = MAIL_AT + most(mail_bytes);  // norm weights, sums of squares
-constexpr int INBOX_AT = NORM_AT + (PROLOGUE == NORM_QUANTIZE ? COLUMNS * 4 + 256 : 0);
-constexpr int X_AT = INBOX_AT + 16;
+constexpr int NORM_AT = MAIL_AT + most(mail_bytes);  // norm weights
+constexpr int INBOX_AT = NORM_AT + (PROLOGUE == NORM_QUANTIZE ? COLUMNS * 4 : 0);
+constexpr int X_AT = INBOX_AT + 32;
 constexpr int OVER_AT = X_AT + (most(x_bytes) + 15) / 16 * 16;
 // (Constants meant for a machine with wgmma are compiled for all.)
 static_assert(SHARED >= OVER_AT + most(over_bytes) || WGMMA != USE_WGMMA, "cuda.py counts shared memory as this file does");
@@ -143,15 +163,27 @@ template <class T> DEVICE void pin(T& value) {
 #endif
 }
 
+// Mail announces itself. (A barrier of the cluster would wait for all that has been stored to global memory.)
+DEVICE u64* inbox_of(const Block& b, int pass) { return (u64*)(b.shared + INBOX_AT) + (pass & 1); }
+// The items of a pass that a block combines.
+template <int KIND, class P> DEVICE int items_of(const Block& b, const P& p, int pass) {
+  constexpr int TILES = tiles_per_block(KIND), SHARE = items_per_block(TILES);
+  int rows = min(p.rows - pass * ROW_TILES * 8, ROW_TILES * 8);
+  return min(rows * TILES * 4 - b.rank * SHARE, SHARE);
+}
+template <int KIND, class P> DEVICE void expect_mail(const Block& b, const P& p, int pass) {  // by one thread
+  int mine = items_of<KIND>(b, p, pass);
+  if (mine > 0) barrier_expect(inbox_of(b, pass), mine * senders_of(KIND) * 16);
+}
+
 // First of all, by all threads: the block's mailbox opens, and the cluster's blocks say so to each other.
 template <int KIND, class P> DEVICE void prepare(const Block& b, const P& p) {
-  constexpr int TILES = tiles_per_block(KIND), SHARE = items_per_block(TILES);
-  if (CLUSTER > 1 && PASSES == 1 && threadIdx.x == 0) {
-    u64* inbox = (u64*)(b.shared + INBOX_AT);
-    int mine = min(p.rows * TILES * 4 - b.rank * SHARE, SHARE);  // items
-    barrier_init(inbox, 1);
+  if (CLUSTER > 1 && threadIdx.x == 0) {
+    barrier_init(inbox_of(b, 0), 1);
+    if (PASSES > 1) barrier_init(inbox_of(b, 1), 1);
     barrier_init_fence();
-    if (mine > 0) barrier_expect(inbox, mine * senders_of(KIND) * 16);
+    expect_mail<KIND>(b, p, 0);
+    if (PASSES > 1) expect_mail<KIND>(b, p, 1);
   }
   if (CLUSTER > 1) cluster_arrive();  // before any load is under way, which it would wait for
 }
@@ -170,11 +202,21 @@ template <class P> DEVICE void load_norm(NormPart& part, const P& p) {
 // The end of what is done before the wait, and the wait.
 DEVICE void await_turn(u8* shared, const NormPart& norm) {
 #pragma unroll
-  for (int i = 0; i < NORM_PER_THREAD; ++i)  // a barrier of quantize_rows makes it seen
+  for (int i = 0; i < NORM_PER_THREAD; ++i)
     if (NORM_CHUNKS && i * THREADS + (int)threadIdx.x < NORM_CHUNKS)
       ((uint4*)(shared + NORM_AT))[i * THREADS + threadIdx.x] = norm.value[i];
+  if (NORM_CHUNKS) sync_block();
   if (CLUSTER > 1) cluster_wait();
   await_dependencies();
+}
+
+// PROLOGUE: the rows as fp8, whose groups w, w + 8, .. warp w hands to `store(group, row, quarter, codes, scale)`.
+template <class P, class Store> DEVICE void quantize_input(const P& p, const void* x, u8* shared, Store store) {
+  int warp = warp_id();
+  quantize_rows<PROLOGUE == NORM_QUANTIZE, (GROUPS + 7) / 8, 8, GROUPS, X_SQUARES>(
+      (const bf16*)x + warp * 32, X_STRIDE, (GROUPS + 7 - warp) / 8, p.rows, p.x_squares, EPS,
+      (const float*)(shared + NORM_AT) + warp * 32,
+      [&](int i, int row, int quarter, uint2 words, u32 code) { store(i * 8 + warp, row, quarter, words, code); });
 }
 
 // A block's share of a cluster's outputs, from the mail of all senders.
@@ -197,12 +239,17 @@ template <int KIND, class P> DEVICE void combine(const Block& b, const P& p, con
   }
 }
 
-// In a single pass mail announces itself. Blocks that get none, and warps with nothing to combine, are done.
-template <int KIND, class P> DEVICE void await_mail(const Block& b, const P& p, int rows) {
+// All threads of a block wait for its mail, if any comes: that of a pass says that the pass before is combined
+// everywhere, so that what follows may take the place of what came then. In the last pass, warps with nothing to
+// combine are done.
+template <int KIND, class P> DEVICE void await_mail(const Block& b, const P& p, int pass) {
   constexpr int TILES = tiles_per_block(KIND), SHARE = items_per_block(TILES);
-  if (warp_id() * 32 >= SHARE || b.rank * SHARE >= rows * TILES * 4) return;
-  barrier_wait((u64*)(b.shared + INBOX_AT), 0);
-  combine<KIND>(b, p, (const float4*)(b.shared + MAIL_AT), 0, rows);
+  if (pass == PASSES - 1 && warp_id() * 32 >= SHARE) return;
+  if (items_of<KIND>(b, p, pass) <= 0) return;
+  barrier_wait(inbox_of(b, pass), pass >> 1 & 1);
+  if (pass + 2 < PASSES && threadIdx.x == 0) expect_mail<KIND>(b, p, pass + 2);
+  const float4* mail = (const float4*)(b.shared + MAIL_AT) + (pass & 1) * senders_of(KIND) * SHARE;
+  combine<KIND>(b, p, mail, pass * ROW_TILES * 8, p.rows - pass * ROW_TILES * 8);
 }
 
 // By all threads, behind the barrier that follows the last store into `sums` [part][row][stride]: the outputs of a pass.
@@ -225,25 +272,12 @@ template <int KIND, class P> DEVICE void finish_pass(const Block& b, const P& p,
     }
     if constexpr (CLUSTER == 1) {
       emit(p, b.place, row < rows, first_row + row, b.first_tile * 16 + quad * 4, v);
-    } else if constexpr (PASSES == 1) {
-      float* to = (float*)(mail + b.rank * SHARE + item % SHARE);
-      u64* inbox = (u64*)(b.shared + INBOX_AT);
-      if (row < rows) {
-        cluster_store(to, item / SHARE, v.x, inbox);
-        cluster_store(to + 1, item / SHARE, v.y, inbox);
-        cluster_store(to + 2, item / SHARE, v.z, inbox);
-        cluster_store(to + 3, item / SHARE, v.w, inbox);
-      }
     } else {
-      *cluster_map(mail + b.rank * SHARE + item % SHARE, item / SHARE) = v;
+      if (row < rows) cluster_store(mail + b.rank * SHARE + item % SHARE, item / SHARE, v, inbox_of(b, pass));
     }
   }
-  if constexpr (CLUSTER > 1 && PASSES == 1) {
-    await_mail<KIND>(b, p, rows);
-  } else if constexpr (CLUSTER > 1) {
-    cluster_sync();
-    combine<KIND>(b, p, mail, first_row, rows);
-  }
+  if (CLUSTER > 1) await_mail<KIND>(b, p, pass);
+  if (PASSES > 2 && (CLUSTER - 1) * SHARE >= ITEMS) cluster_sync();  // a block without mail would run ahead
 }
 
 // ---- by mma.sync ----------------------------------------------------------------------------------------------------
@@ -313,13 +347,10 @@ template <int KIND, class P> DEVICE void product_block(const P& p, int s, int fi
   pin(x), pin(x_scales);
   await_turn(shared, norm_part);
   if constexpr (!FROM_L2) {
-    float* norm = (float*)(shared + NORM_AT);
-    auto store = [&](int group, int row, int quarter, uint2 words, u32 code) {
+    quantize_input(p, p.x[s], shared, [&](int group, int row, int quarter, uint2 words, u32 code) {
       *(uint2*)(shared + X_AT + codes_offset(group, row, quarter)) = words;
       if (quarter == 0) (shared + X_AT + X_BYTES)[group * 8 + row] = (u8)code;
-    };
-    quantize_rows<PROLOGUE == NORM_QUANTIZE, (GROUPS + 7) / 8, 1>((const bf16*)p.x[s], X_STRIDE, GROUPS, p.rows, norm, EPS, 0,
-                                                                  norm + COLUMNS, store);
+    });
     sync_block();
   }
 
@@ -385,7 +416,16 @@ template <int KIND, class P> DEVICE void product_block(const P& p, int s, int fi
 
 #ifdef HAS_WGMMA
 #include "dense/wgmma.cuh"
+#include "dense/wide.cuh"
 #endif
+
+template <int KIND, class P> DEVICE void segment_block(const P& p, int s, int first_tile, u8* shared) {
+  if constexpr (!WIDE && !by_wgmma(KIND)) product_block<KIND>(p, s, first_tile, shared);
+#ifdef HAS_WGMMA
+  else if constexpr (WIDE) wide_block<KIND>(p, s, first_tile, shared);
+  else wgmma_block(p, s, first_tile, shared);
+#endif
+}
 
 // The whole kernel. `extra_block(p, i, shared)` does the work of the i-th block behind those of the segments.
 template <class P> DEVICE void run_product(const P& p) {
@@ -403,17 +443,10 @@ template <class P> DEVICE void run_product(const P& p) {
     return;
   }
   int kind = kind_of(s), first_tile = cluster * tiles_per_block(kind);
-  if constexpr (has_kind(FP8)) {
-    if (kind == FP8) {
-#ifdef HAS_WGMMA
-      if constexpr (USE_WGMMA) wgmma_block(p, s, first_tile, shared);
-      else
-#endif
-        product_block<FP8>(p, s, first_tile, shared);
-    }
-  }
+  if constexpr (has_kind(FP8))
+    if (kind == FP8) segment_block<FP8>(p, s, first_tile, shared);
   if constexpr (has_kind(FP8_AT_BF16))
-    if (kind == FP8_AT_BF16) product_block<FP8_AT_BF16>(p, s, first_tile, shared);
+    if (kind == FP8_AT_BF16) segment_block<FP8_AT_BF16>(p, s, first_tile, shared);
   if constexpr (has_kind(BF16))
-    if (kind == BF16) product_block<BF16>(p, s, first_tile, shared);
+    if (kind == BF16) segment_block<BF16>(p, s, first_tile, shared);
 }

@@ -6,7 +6,7 @@
 // 8 / TILES warps share a tile, each with its part of every stage. Weights are asked for before the activations may be
 // looked at.
 //
-// Compiled with COLUMNS, KIND, OUTPUTS, FORM, STRIDE, COLUMN, PEERS, ROW_TILES, TILES, STAGE_GROUPS, STAGES, SHARED.
+// Compiled with COLUMNS, KIND, OUTPUTS, FORM, STRIDE, COLUMN, PEERS, SQUARES (0), ROW_TILES, TILES, STAGE_GROUPS, STAGES, SHARED.
 #include "dense/operands.cuh"
 #include "dense/output.cuh"
 
@@ -26,7 +26,7 @@ static_assert(SHARED >= BARRIERS_AT + 16 * STAGES, "cuda.py counts shared memory
 static_assert(TILES * PARTS == CONSUMERS && STAGE_GROUPS % PARTS == 0, "warps divide a stage");
 static_assert(KIND != FP8 || GROUPS % 2 == 0, "scales of activations are copied by 16 bytes");
 static_assert(KIND == BF16 || STAGE_GROUPS % 4 == 0, "scales are copied by 16 bytes");
-static_assert(FORM != TO_FRAGMENTS, "a warp holds 16 outputs, a scale needs 32");
+static_assert(!takes_groups(FORM), "a warp holds 16 outputs");
 static_assert(TILES + ROW_TILES <= 32, "a lane of the producer per tile of weights or rows");
 
 struct Run { int first, count, rounds; };  // tiles of a block

@@ -23,7 +23,19 @@ from flashstep.ops import Rope, rms_norm
 from flashstep.stages.attention.reference import window_entry
 from flashstep.stages.boundary.cuda import pack_fn
 from flashstep.stages.dense import cuda
-from flashstep.stages.dense.cuda import Bf16, Fp8, Latent, Mixes, PackedWeight, Peers, Rows, Segment, Shape, Window
+from flashstep.stages.dense.cuda import (
+    Bf16,
+    Fp8,
+    Latent,
+    Mixes,
+    PackedWeight,
+    Peers,
+    Rows,
+    Scores,
+    Segment,
+    Shape,
+    Window,
+)
 from flashstep.tiny import small_config
 
 torch.set_num_threads(1)
@@ -195,6 +207,25 @@ def test_two_fp8_weights_share_an_output(case: Case, rows: int, wgmma: bool) -> 
 
 
 @pytest.mark.parametrize("wgmma", [True, False])
+@pytest.mark.parametrize("rows", [6, 20])
+def test_squares_of_latents(case: Case, rows: int, wgmma: bool) -> None:
+    """What wq_a leaves for q_norm: of its results as rounded, whichever blocks of a cluster they come from."""
+    operand, values = case.fp8(case.rows(rows, 256))
+    first, first_values = case.fp8_weight(96, 256)
+    second, _ = case.fp8_weight(40, 256)
+    low, squares = case.poison(rows, 136, dtype=torch.bfloat16), case.poison(rows + 1, 4)
+    segments = [Segment(first, operand, Rows(low, 0, squares)), Segment(second, operand, Rows(low, 96))]
+    tiles = 4 if wgmma else 2
+    shape = Shape(cluster=2, tiles_fp8=tiles, row_tiles=1 if rows <= 8 else 2, wgmma=wgmma)
+    run(case, segments, rows, shape=shape)
+    results = (values @ first_values.T).bfloat16()
+    assert_equal(low[:rows, :96], results)
+    assert_untouched(squares, rows, 0, 3)
+    expected = results.double().square().unflatten(-1, (-1, 32)).sum(-1)
+    assert_close(squares[:rows, :3], expected, expected)
+
+
+@pytest.mark.parametrize("wgmma", [True, False])
 def test_a_row_does_not_depend_on_the_others(case: Case, wgmma: bool) -> None:
     weight, _ = case.fp8_weight(48, 128, exact=False)
     x = case.rows(8, 128, exact=False)
@@ -223,7 +254,8 @@ def test_source_layer_mixes_kinds_and_outputs(case: Case, rows: int, wgmma: bool
         weight, weight_values = case.bf16_weight(outputs, 256)
         segments.append(Segment(weight, case.bf16(x), Rows(case.poison(rows, outputs))))
         expected.append((x.double() @ weight_values.T).float())
-    shape = Shape(cluster=2, tiles_fp8=4 if wgmma else 2, row_tiles=1 if rows <= 8 else 2, wgmma=wgmma)
+    tiles = (4 if wgmma else 2, 4 if wgmma and rows > 8 else 1)
+    shape = Shape(cluster=2, tiles_fp8=tiles[0], tiles_bf16=tiles[1], row_tiles=1 if rows <= 8 else 2, wgmma=wgmma)
     run(case, segments, rows, shape=shape)
     for segment, values in zip(segments, expected, strict=True):
         assert isinstance(segment.out, Rows)
@@ -277,6 +309,24 @@ def test_router_over_a_cluster_of_five(case: Case, rows: int) -> None:
     assert_untouched(out, rows, 0, 22)
 
 
+@pytest.mark.parametrize("rows", [6, 9])
+def test_scores_of_a_router(case: Case, rows: int) -> None:
+    """From logits of thousands, both signs, where a plain logarithm of 1 + e^x ends, through small ones."""
+    x = case.rows(rows, 64)
+    x[0] = 0
+    weight, values = case.bf16_weight(24, 64)
+    weight = cuda.pack_bf16((values * 2.0 ** case.integers(-8, 6, 24, 1)).bfloat16().to(case.device))
+    logits = x.double() @ cuda.unpack_bf16(weight).cpu().double().T
+    out = case.poison(rows, 27)
+    run(case, [Segment(weight, case.bf16(x), Scores(out, 2))], rows)
+    expected = torch.nn.functional.softplus(logits, threshold=1000).sqrt()
+    assert_untouched(out, rows, 2, 24)
+    got = out[:, 2:26].cpu().double()
+    assert bool(((got - expected).abs() <= expected * 2.0**-20 + 1e-18).all())
+    assert float(logits.max()) > 1000
+    assert float(logits.min()) < -1000
+
+
 @pytest.mark.parametrize("rows", [6, 21])
 @pytest.mark.parametrize("kind", ["fp8", "fp8 by wgmma", "fp8 at bf16", "bf16"])
 def test_random_inputs(case: Case, kind: str, rows: int) -> None:
@@ -301,7 +351,9 @@ def test_prologue_is_the_separate_kernel(case: Case, normed: bool) -> None:
     rows, columns = 7, 288
     low = case.rows(rows, 320, exact=False).to(case.device)
     norm = (1 + 0.25 * case.normal(columns)).to(case.device) if normed else None
-    latent = Latent(low, norm, 1e-20)
+    squares = case.poison(rows, 12)  # 9 groups; what fills up the last four is not read
+    squares[:, : columns // 32] = low[:, :columns].float().square().unflatten(-1, (-1, 32)).sum(-1)
+    latent = Latent(low, norm, 1e-20, squares if normed else None)
     written = case.empty_fp8(rows, columns)
     for launch in cuda.quantize(case.device, latent, written, rows, stage="test"):
         launch()
@@ -370,14 +422,15 @@ def test_mixes_ride_along(case: Case) -> None:
     assert_close(partials.cpu().double().sum(1)[:, :25], exact, magnitude)
 
 
-def test_window_rides_along(case: Case) -> None:
-    """wq_b with its prologue, and the window entries of the same latents; one row is inactive."""
-    rows, q_lora, head_dim, rope, ring = 6, 128, 64, 32, 24
+@pytest.mark.parametrize("rows", [6, 11])
+def test_window_rides_along(case: Case, rows: int) -> None:
+    """wq_b with its prologue or a kernel in front, and the window entries of the same latents; a row is inactive."""
+    q_lora, head_dim, rope, ring = 128, 64, 32, 24
     config = ModelConfig.from_dict(small_config(head_dim=head_dim, qk_rope_head_dim=rope))
     low = case.rows(rows, q_lora + head_dim)
     kv_norm = (1 + 0.25 * case.normal(head_dim)).bfloat16()
-    positions = torch.tensor([3, 25, 26, 27, 0, 1])
-    slots = torch.tensor([1, 0, 0, 0, -1, 2])
+    positions = torch.tensor([3, 25, 26, 27, 0, 1, 28, 29, 30, 31, 32])[:rows]
+    slots = torch.tensor([1, 0, 0, 0, -1, 2, 0, 0, 0, 0, 0])[:rows]
     frequencies = Rope(config, compressed=False)
     codes = torch.full((3, ring, head_dim), 0x7F, dtype=torch.uint8, device=case.device)
     scales = torch.full((3, ring, head_dim // 32), 0xFF, dtype=torch.uint8, device=case.device)
@@ -396,7 +449,14 @@ def test_window_rides_along(case: Case) -> None:
         scales=scales,
         ring=ring,
     )
-    run(case, [Segment(weight, Latent(latents), Rows(out))], rows, extra=window, shape=Shape(tiles_fp8=2))
+    latent = Latent(latents, scratch=case.empty_fp8(rows, q_lora))
+    run(
+        case,
+        [Segment(weight, latent, Rows(out))],
+        rows,
+        extra=window,
+        shape=Shape(tiles_fp8=2, row_tiles=-(-rows // 8)),
+    )
     assert_equal(out, (low[:, :q_lora].double() @ values.T).bfloat16())
 
     latent = rms_norm(low[:, q_lora:], kv_norm.double(), 1e-20, Numerics())
@@ -459,6 +519,7 @@ def test_operands_that_do_not_fit_are_refused(case: Case) -> None:
     bf16, _ = case.bf16_weight(48, 128)
     operand, _ = case.fp8(case.rows(6, 128))
     narrow, _ = case.fp8(case.rows(6, 64))
+    latent = Latent(case.poison(6, 128, dtype=torch.bfloat16), case.poison(128), 1e-20)
     out = Rows(case.poison(6, 48))
     for segments, rows, match in (
         ([], 6, "0 segments"),
@@ -470,6 +531,8 @@ def test_operands_that_do_not_fit_are_refused(case: Case) -> None:
         ([Segment(weight, operand, Rows(out.values, 8))], 6, "expected 6 x 56"),
         ([Segment(weight, operand, case.empty_fp8(6, 64))], 6, "whole groups of 32"),
         ([Segment(weight, operand, Rows(case.poison(5, 48)))], 6, "output"),
+        ([Segment(weight, latent, out)], 6, "a norm needs 6 rows of 4"),
+        ([Segment(weight, operand, Rows(out.values, 0, case.poison(6, 4)))], 6, "squares of 48 results"),
     ):
         with pytest.raises(ValueError, match=match):
             cuda.product(case.device, segments, rows, stage="test")

@@ -56,17 +56,22 @@ class Hash:
     offsets: Tensor
 
     @classmethod
-    def of(cls, config: ModelConfig, rank: int, world: int, device: torch.device) -> Hash:
-        """The constants of `rank` of `world`; offsets count inside the rank's own tables."""
+    def of(cls, config: ModelConfig, rank: int, world: int, device: torch.device, *, whole: bool = False) -> Hash:
+        """The constants of `rank` of `world`; offsets count inside the rank's own tables, or inside `whole` ones."""
         first, last = (config.engram_n_heads * r // world for r in (rank, rank + 1))
 
         def tensor(values: Sequence[Sequence[int]]) -> Tensor:
             return torch.tensor(values, dtype=torch.int64, device=device)
 
+        def offsets(layer: int) -> list[int]:
+            own = engram_offsets(config, layer, rank, world)
+            heads = [heads[first:last] for heads in engram_offsets(config, layer)] if whole else own
+            return [offset for size in heads for offset in size]
+
         return cls(
             tensor(config.engram_multipliers),
             tensor([[p for heads in sizes for p in heads[first:last]] for sizes in config.engram_primes]),
-            tensor([sum(engram_offsets(config, layer, rank, world), ()) for layer in config.engram_layer_ids]),
+            tensor([offsets(layer) for layer in config.engram_layer_ids]),
         )
 
 
@@ -91,8 +96,8 @@ def engram_rows(
     row_token, row_position, row_slot: int32 [R]; a request's rows are consecutive, by position. An inactive row
     (slot -1) gives zeros and leaves the history alone. token_map: int32 [vocab]. history: int32 [slots, ring], written
     at position % ring; the ring is longer by the rows of one request than the n-grams reach back.
-    tables: per layer fp8 [rows of the rank, dim], on the device or in pinned host memory, and `table_scales` UE8M0
-    [rows, dim / 32]. codes: per layer u8 [Rt, K / 16, 8, 16] with K = columns * dim; scales u8 [Rt, K / 32, 8].
+    tables: per layer fp8 [rows, dim], wherever `tables.place` put them, and `table_scales` UE8M0 [rows, dim / 32].
+    codes: per layer u8 [Rt, K / 16, 8, 16] with K = columns * dim; scales u8 [Rt, K / 32, 8].
     Without tables (a file that the device cannot address) there are only row_ids: int64 [R, layers, columns].
     """
     rows, layers = row_token.shape[0], len(config.engram_layer_ids)
@@ -137,12 +142,17 @@ def engram_rows(
             primes=hash.primes,
             offsets=hash.offsets,
             row_ids=row_ids,
-            tables=list(tables),
-            table_scales=list(table_scales),
+            tables=[_reached(table) for table in tables],
+            table_scales=[_reached(table) for table in table_scales],
             codes=list(codes),
             scales=list(scales),
         )
     ]
+
+
+def _reached(table: Tensor) -> Tensor | jit.Mapped:
+    """For a pointer: a table on the host that is not locked lies in a file that the device reads (`tables.place`)."""
+    return jit.Mapped(table) if table.device.type == "cpu" and not table.is_pinned() else table
 
 
 def _constants(layers: int, heads: int, ngram: int, dim: int) -> tuple[dict[str, jit.Constant], int]:

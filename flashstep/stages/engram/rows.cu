@@ -15,6 +15,17 @@ constexpr int PIECES = TABLE_COLUMNS * ROW_PIECES;
 static_assert(DIM % 32 == 0, "two threads share a scale group");
 static_assert(THREADS % 32 == 0 && THREADS >= PIECES, "one thread per 16 bytes of a row");
 
+// 16 bytes of a table in its file, which may begin at any byte. Of each word that is read at least one byte is wanted.
+DEVICE uint4 load_anywhere(const u8* at) {
+  const u32* word = (const u32*)((u64)at & ~3ull);
+  u32 shift = (u32)((u64)at & 3) * 8, w[5];
+#pragma unroll
+  for (int i = 0; i < 5; ++i) w[i] = i < 4 || shift ? load_l2(word + i) : 0;
+#pragma unroll
+  for (int i = 0; i < 4 && shift; ++i) w[i] = w[i] >> shift | w[i + 1] << (32 - shift);
+  return make_uint4(w[0], w[1], w[2], w[3]);
+}
+
 KERNEL(engram_rows, EngramRows, THREADS, 1) {
   launch_dependents();
   int row = (int)blockIdx.x / LAYERS, layer = (int)blockIdx.x % LAYERS;
@@ -47,7 +58,8 @@ KERNEL(engram_rows, EngramRows, THREADS, 1) {
     p.row_ids[((i64)row * LAYERS + layer) * TABLE_COLUMNS + column] = table_row;
 
   if (p.tables[layer] == nullptr) return;
-  uint4 codes = load_stream(p.tables[layer] + table_row * DIM + piece % ROW_PIECES * 16);
+  const u8* at = p.tables[layer] + table_row * DIM + piece % ROW_PIECES * 16;
+  uint4 codes = ((u64)at & 15) == 0 ? load_stream(at) : load_anywhere(at);
   float scale = ue8m0_to_f32(p.table_scales[layer][table_row * (DIM / 32) + piece % ROW_PIECES / 2]);
   u32 words[4] = {codes.x, codes.y, codes.z, codes.w};
   float x[16], amax = 0.0f;

@@ -19,7 +19,7 @@ from flashstep.stages.accept.cuda import MAX_PEERS, SlotState
 
 MULTIPROCESSORS = 132  # of an H200: the strips of a vocabulary shard are spread over so many blocks where they can be
 MAX_PLACES = 32
-STRIP = 16  # tokens of the vocabulary per warp
+STRIP = 16  # tokens of the vocabulary; a warp has two strips
 RECORD_WORDS = 8
 
 _SLOTS = [
@@ -141,12 +141,12 @@ class DraftWorkspace:
 
 
 def _warps(vocab_local: int) -> int:
-    """Warps of a block, each with a strip: one block a multiprocessor, as far as 4..16 warps allow it."""
-    return max(4, min(16, -(-(vocab_local // STRIP) // MULTIPROCESSORS)))
+    """Warps of a block, each with two strips: one block a multiprocessor, as far as 4..8 warps allow it."""
+    return max(4, min(8, -(-(vocab_local // STRIP) // (2 * MULTIPROCESSORS))))
 
 
 def _blocks(vocab_local: int) -> int:
-    return -(-(vocab_local // STRIP) // _warps(vocab_local))
+    return -(-(vocab_local // STRIP) // (2 * _warps(vocab_local)))
 
 
 def constants(
@@ -182,8 +182,9 @@ def constants(
 
 
 def _markov_shared(rank: int, warps: int, places: int) -> int:
-    """Bytes: embed rows, transposed tiles, what each warp found, what slots say, and small change."""
-    return places * (rank + 8) * 2 + warps * 8 * 20 * 4 + warps * places * 20 + places * 24 + warps * 4 + 64
+    """Bytes: weights, embed rows, transposed tiles, what each strip gave, what slots say, and small change."""
+    weights = warps * rank * 32
+    return weights + places * (rank + 8) * 2 + warps * 8 * 20 * 4 + warps * places * 40 + places * 24 + warps * 12 + 64
 
 
 @functools.cache

@@ -1,8 +1,9 @@
 // The draft's token chain: `markov` once per place of the block, then `settle`.
 //
 // Each `markov` adds to its place's base logits what the token before adds (embed row x head, bf16 products summed in
-// float32) and finds the place's token, all in registers: warp w of block b owns 16 tokens of the vocabulary and holds
-// their whole weight rows, loaded before the kernel waits. What is left of a place crosses to the next kernel as one
+// float32) and finds the place's token: a warp owns two strips of 16 tokens of the vocabulary and holds their whole
+// weight rows, the one in registers, the other in shared memory, so that the next place's kernel finds room to load its
+// own beside them. They are asked for before the kernel waits. What is left of a place crosses to the next kernel as one
 // record per block, which every block of that kernel merges again, in the same order and so to the same token. The
 // records are also what crosses vocabulary shards: a slab [blocks][places][8 words] in every peer's mailbox.
 // Blocks behind the product's, one per place, do the bookkeeping: the token before, and this place's confidence.
@@ -17,7 +18,8 @@
 constexpr int THREADS = 32 * WARPS;
 constexpr int UNITS = RANK / 16;        // of 16 tokens: 512 B each, in registers
 constexpr int STRIPS = VOCAB / 16;
-constexpr int BLOCKS = (STRIPS + WARPS - 1) / WARPS;
+constexpr int BLOCK_STRIPS = 2 * WARPS;
+constexpr int BLOCKS = (STRIPS + BLOCK_STRIPS - 1) / BLOCK_STRIPS;
 constexpr int PLACES = 8 * TILES;
 constexpr int EMBED_STRIDE = RANK + 8;  // so that the eight places of a product read different banks
 constexpr int TILE_STRIDE = 20;
@@ -101,11 +103,13 @@ DEVICE void write_down(int* tokens, float* draft_stats, int slot, int index, con
       make_uint4(as_bits(d.found.max), as_bits(d.found.sum), as_bits(d.found.logit), d.usable);
 }
 
-KERNEL(markov, Markov, THREADS, 1) {
+KERNEL(markov, Markov, THREADS, TILES <= 2 ? 2 : 1) {
   struct Shared {
+    alignas(16) uint4 weights[WARPS][UNITS][32];  // of every warp's second strip
     u16 embed[PLACES][EMBED_STRIDE];
     float tile[WARPS][8][TILE_STRIDE];
-    Found found[WARPS][PLACES];
+    Found found[BLOCK_STRIPS][PLACES];
+    u64 here[WARPS];  // the weights
     u64 seed[PLACES];
     float inverse[PLACES];
     i32 slot[PLACES], start[PLACES], before[PLACES];
@@ -114,24 +118,33 @@ KERNEL(markov, Markov, THREADS, 1) {
   static_assert(sizeof(Shared) <= MARKOV_SHARED, "cuda.py reserves too little");
   Shared& s = *(Shared*)shared_memory();
   launch_dependents();
-  int warp = warp_id(), lane = lane_id(), strip = blockIdx.x * WARPS + warp;
-  bool product = blockIdx.x < BLOCKS, has_strip = product && strip < STRIPS;
+  int warp = warp_id(), lane = lane_id(), first_strip = blockIdx.x * BLOCK_STRIPS + 2 * warp;
+  bool product = blockIdx.x < BLOCKS;
+  const u16* head = p.head + (i64)first_strip * UNITS * 256;
+  if (product && lane == 0) {
+    barrier_init(&s.here[warp], 1);
+    barrier_init_fence();
+    barrier_expect(&s.here[warp], first_strip + 1 < STRIPS ? UNITS * 512 : 0);
+    if (first_strip + 1 < STRIPS) bulk_copy(s.weights[warp], head + UNITS * 256, UNITS * 512, &s.here[warp]);
+  }
   uint4 weights[UNITS];
 #pragma unroll
   for (int u = 0; u < UNITS; u++)
-    weights[u] = has_strip ? load_stream(p.head + (((i64)strip * UNITS + u) * 32 + lane) * 8) : make_uint4(0, 0, 0, 0);
+    weights[u] = product && first_strip < STRIPS ? load_stream(head + (u * 32 + lane) * 8) : make_uint4(0, 0, 0, 0);
   wait_for_dependencies();
 
-  // Lane (n, g) of tile t will own tokens 4 g .. 4 g + 3 of the strip for place 8 t + n.
+  // Lane (n, g) of tile t will own tokens 4 g .. 4 g + 3 of a strip for place 8 t + n.
   int n = lane / 4, g = lane % 4;
-  uint4 base[TILES];
+  uint4 base[2][TILES];
 #pragma unroll
-  for (int t = 0; t < TILES; t++) {
-    base[t] = make_uint4(0, 0, 0, 0);
-    int place = 8 * t + n;
-    if (has_strip && place < p.num_places)
-      base[t] = load_l2((const uint4*)(p.base + ((i64)place * BLOCK + p.index) * VOCAB + 16 * strip + 4 * g));
-  }
+  for (int k = 0; k < 2; k++)
+#pragma unroll
+    for (int t = 0; t < TILES; t++) {
+      base[k][t] = make_uint4(0, 0, 0, 0);
+      int place = 8 * t + n, strip = first_strip + k;
+      if (product && strip < STRIPS && place < p.num_places)
+        base[k][t] = load_l2((const uint4*)(p.base + ((i64)place * BLOCK + p.index) * VOCAB + 16 * strip + 4 * g));
+    }
 
   auto look_up = [&](int place, bool keep) {  // a warp: what the token of this place depends on
     int slot = load_l2(p.draft_slot + place * BLOCK), start = 0;
@@ -198,28 +211,36 @@ KERNEL(markov, Markov, THREADS, 1) {
   }
   sync_block();
 
-  float sums[TILES][4];
+  float sums[2][TILES][4];
 #pragma unroll
-  for (int t = 0; t < TILES; t++) {
+  for (int i = 0; i < 8 * TILES; i++) sums[i / (4 * TILES)][i / 4 % TILES][i % 4] = 0;
+  barrier_wait(&s.here[warp], 0);
 #pragma unroll
-    for (int k = 0; k < 4; k++) sums[t][k] = 0;
+  for (int u = 0; u < UNITS; u++) {
+    uint4 second = s.weights[warp][u][lane];
 #pragma unroll
-    for (int u = 0; u < UNITS; u++) {
+    for (int t = 0; t < TILES; t++) {
       const u16* at = &s.embed[8 * t + n][16 * u + 2 * g];
-      mma_bf16(sums[t], weights[u].x, weights[u].y, weights[u].z, weights[u].w, *(const u32*)at, *(const u32*)(at + 8));
+      u32 b0 = *(const u32*)at, b1 = *(const u32*)(at + 8);
+      mma_bf16(sums[0][t], weights[u].x, weights[u].y, weights[u].z, weights[u].w, b0, b1);
+      mma_bf16(sums[1][t], second.x, second.y, second.z, second.w, b0, b1);
     }
   }
 
 #pragma unroll
-  for (int t = 0; t < TILES; t++) {
+  for (int i = 0; i < 2 * TILES; i++) {
+    const int t = i / 2, strip = first_strip + i % 2;
+    const bool has_strip = strip < STRIPS;
     // A lane's products are of two tokens and two places; random numbers and stores want four tokens of one place.
-    s.tile[warp][2 * g][n] = sums[t][0];
-    s.tile[warp][2 * g + 1][n] = sums[t][1];
-    s.tile[warp][2 * g][n + 8] = sums[t][2];
-    s.tile[warp][2 * g + 1][n + 8] = sums[t][3];
+    const float(&sum)[4] = sums[i % 2][t];
+    s.tile[warp][2 * g][n] = sum[0];
+    s.tile[warp][2 * g + 1][n] = sum[1];
+    s.tile[warp][2 * g][n + 8] = sum[2];
+    s.tile[warp][2 * g + 1][n + 8] = sum[3];
     sync_warp();
     float x[4];
-    u32 b[4] = {base[t].x, base[t].y, base[t].z, base[t].w};
+    uint4 words = base[i % 2][t];
+    u32 b[4] = {words.x, words.y, words.z, words.w};
 #pragma unroll
     for (int k = 0; k < 4; k++) x[k] = as_float(b[k]) + s.tile[warp][n][4 * g + k];
     sync_warp();
@@ -260,7 +281,7 @@ KERNEL(markov, Markov, THREADS, 1) {
       float score = shuffle_xor(f.score, m), logit = shuffle_xor(f.logit, m);
       take_better(f, score, shuffle_xor(f.id, m), logit);
     }
-    if (g == 0) s.found[warp][place] = f;
+    if (g == 0) s.found[2 * warp + i % 2][place] = f;
   }
   sync_block();
 
@@ -268,7 +289,7 @@ KERNEL(markov, Markov, THREADS, 1) {
     if (s.slot[place] < 0) continue;
     float inverse = s.inverse[place];
     Found f = nothing();
-    if (lane < WARPS) f = s.found[lane][place];
+    if (lane < BLOCK_STRIPS) f = s.found[lane][place];
     merge_warp(f, inverse);
     if (lane == 0)
       for (int peer = 0; peer < WORLD; peer++) {

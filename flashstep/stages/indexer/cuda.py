@@ -1,13 +1,12 @@
 """Compressor and indexer as CUDA launches (sections 6 and 7 of `docs/model.md`); `reference.py` is the contract.
 
-Owns the packing of wk, the scratch of a choice and the launches of `compress.cu`, `query.cu`, `score.cu`, `select.cu`.
-The dense products in front (compressor, wq_b, weights_proj) and every buffer belong to the caller.
+Owns the packing of wk, the scratch of a choice and the launches of `compress.cu`, `score.cu`, `select.cu`. The dense
+products in front (compressor, wq_b, weights_proj) and every buffer belong to the caller.
 
-`compress` is one launch. `choose` is a launch that prepares, and one that scores and one that selects for each wave:
-what the scores of all rows would take is bounded by cutting the rows into waves, which share the scratch and run one
-after another; as many are launched as the longest contexts could need, and those that find nothing to do end at once.
-Up to 22 rows a million tokens are one wave. All sizes that depend on positions are read on the device, so launches can
-be captured once.
+`compress` is one launch. `choose` is one that scores and one that selects for each wave: what the scores of all rows
+would take is bounded by cutting the rows into waves, which share the scratch and run one after another; as many are
+launched as the longest contexts could need, and those that find nothing to do end at once. Up to 22 rows a million
+tokens are one wave. All sizes that depend on positions are read on the device, so launches can be captured once.
 """
 
 from __future__ import annotations
@@ -25,11 +24,10 @@ from flashstep.config import FP8_BLOCK, KV_GROUP, ModelConfig
 TILE = 32  # entries that a warp scores at once; a row's scratch is whole tiles
 GROUP_ROWS = 8  # rows of a request that are scored together
 WAVE_KEYS = 24 * 2**20  # scores of a wave: 96 MiB, and what one group may have beyond
-MAX_ROWS = 512
-_QUERY_THREADS = 512
+MAX_ROWS = 256  # as in choose.cuh
 _COMPRESS_ROWS = 8  # of a block
 _BINS = 2048
-_PLAN_WORDS = 8  # of the plan's header and of each group
+_PLAN_BYTES = 12 * MAX_ROWS * 4 + MAX_ROWS // 8 + 3 * 32 * 4 + 8
 
 _PAGES = [("page_table", "const i32*"), ("pages_per_slot", "int")]
 _ROWS = [("rows", "int"), ("row_position", "const i32*"), ("row_slot", "const i32*")]
@@ -42,6 +40,7 @@ _COMPRESS = jit.Source(
             [
                 *_ROWS,
                 *_PAGES,
+                ("early", "int"),
                 ("raw", "const float*"),
                 ("raw_stride", "int"),
                 ("raw_column", "int"),
@@ -60,13 +59,17 @@ _COMPRESS = jit.Source(
     },
     hot=["compress"],
 )
-_QUERY = jit.Source(
-    "stages/indexer/query.cu",
+_SCORE = jit.Source(
+    "stages/indexer/score.cu",
     {
-        "query": jit.Params(
-            "Query",
+        "score": jit.Params(
+            "Score",
             [
                 *_ROWS,
+                *_PAGES,
+                ("early", "int"),
+                ("wave", "int"),
+                ("wave_keys", "int"),
                 ("query", "const bf16*"),
                 ("query_stride", "int"),
                 ("query_column", "int"),
@@ -74,31 +77,9 @@ _QUERY = jit.Source(
                 ("weights_stride", "int"),
                 ("weights_column", "int"),
                 ("frequencies", "const float*"),
-                ("operands", "uint4*"),
-                ("head_weights", "float*"),
-                ("plan", "i32*"),
-                ("places", "int2*"),
-                ("wave_keys", "int"),
-            ],
-        )
-    },
-    hot=["query"],
-)
-_SCORE = jit.Source(
-    "stages/indexer/score.cu",
-    {
-        "score": jit.Params(
-            "Score",
-            [
-                ("rows", "int"),
-                ("wave", "int"),
-                *_PAGES,
                 ("key_codes", "const u8*"),
                 ("key_scales", "const u8*"),
                 ("candidates", "const i32*"),
-                ("operands", "const uint4*"),
-                ("head_weights", "const float*"),
-                ("plan", "const i32*"),
                 ("keys", "u32*"),
                 ("block_keys", "u32*"),
             ],
@@ -113,10 +94,11 @@ _SELECT = jit.Source(
             "Select",
             [
                 *_ROWS,
+                ("early", "int"),
                 ("wave", "int"),
+                ("wave_keys", "int"),
                 ("ranks", "int"),
                 ("candidates", "const i32*"),
-                ("places", "const int2*"),
                 ("keys", "const u32*"),
                 ("block_keys", "const u32*"),
                 ("chosen", "i32*"),
@@ -165,17 +147,14 @@ class Product:
 class Scratch:
     """What a choice needs between its launches; one serves all layers, and all buckets of fewer rows.
 
-    Its size depends on rows, index heads and the longest context: with keys = ceil(max_model_len / TILE) * TILE,
-    `wave_keys` + GROUP_ROWS * keys scores of 4 bytes (or rows * keys, if that is less than `wave_keys`), the same again
-    divided by candidate_block_size, and 2 * index_heads * index_head_dim bytes of operands a row. `nbytes` adds it up.
+    Its size depends on rows and the longest context: with keys = ceil(max_model_len / TILE) * TILE, `wave_keys` +
+    GROUP_ROWS * keys scores of 4 bytes (or rows * keys, if that is less than `wave_keys`), and the same again divided
+    by candidate_block_size. `nbytes` adds it up.
     """
 
-    operands: Tensor  # [rows, padded heads * index_head_dim] bf16
-    head_weights: Tensor  # [rows, padded heads] float32
-    plan: Tensor  # [rows + 1, 8] int32
-    places: Tensor  # [rows, 2] int32
     keys: Tensor  # int32
     block_keys: Tensor  # int32
+    rows: int
     wave_keys: int
     max_model_len: int
 
@@ -195,18 +174,10 @@ class Scratch:
         row_keys = _round_up(max_model_len, TILE)
         wave_keys = _round_up(wave_keys, TILE)
         num_keys = min(rows * row_keys, wave_keys + GROUP_ROWS * row_keys)
-        heads = _round_up(config.index_n_heads, 8)
-
-        def empty(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
-            return torch.empty(shape, dtype=dtype, device=device)
-
         return cls(
-            operands=empty(rows, heads * config.index_head_dim, dtype=torch.bfloat16),
-            head_weights=empty(rows, heads, dtype=torch.float32),
-            plan=empty(rows + 1, _PLAN_WORDS),
-            places=empty(rows, 2),
-            keys=empty(num_keys),
-            block_keys=empty(num_keys // config.candidate_block_size),
+            keys=torch.empty(num_keys, dtype=torch.int32, device=device),
+            block_keys=torch.empty(num_keys // config.candidate_block_size, dtype=torch.int32, device=device),
+            rows=rows,
             wave_keys=wave_keys,
             max_model_len=max_model_len,
         )
@@ -214,8 +185,7 @@ class Scratch:
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors."""
-        tensors = (self.operands, self.head_weights, self.plan, self.places, self.keys, self.block_keys)
-        return sum(tensor.nbytes for tensor in tensors)
+        return self.keys.nbytes + self.block_keys.nbytes
 
 
 @dataclass(frozen=True)
@@ -223,8 +193,10 @@ class Geometry:
     """How the launches of a choice are cut. Results do not depend on it."""
 
     multiprocessors: int
-    score_warps: int = 16
-    select_threads: int = 1024
+    score_warps: int = (
+        8  # of a block; two blocks a multiprocessor, one and the next kernel's where there is little to do
+    )
+    select_threads: int = 512
     select_keys: int = 16  # keys that a thread of the selection keeps in registers
     cluster: int = 8  # most blocks for one row's selection, a power of two
 
@@ -274,6 +246,7 @@ def compress(
     k_norm: Tensor,
     frequencies: Tensor,
     cache: Cache,
+    early: bool = False,
 ) -> list[jit.Launch]:
     """Write the raw ring, and the entry and index key of every group that a row closes.
 
@@ -285,6 +258,7 @@ def compress(
     ring: float32 [slots, ring, parts, head_dim], at p % ring; a group's earlier positions come from the rows of this
         forward where they are in it, else from here.
     norm, k_norm: bf16. wk: of `pack_wk`. frequencies: float32 [rope / 2] of the compressed layers.
+    early: whether row_position, row_slot and the page table may be read before the kernels in front have ended.
     """
     ratio = config.compress_ratios[source]
     parts = 1 if ratio == 1 else 2
@@ -305,7 +279,7 @@ def compress(
         module.launch(
             "compress",
             grid=-(-rows // _COMPRESS_ROWS),
-            block=_COMPRESS_ROWS * 32,
+            block=_COMPRESS_ROWS * 64,
             shared=_compress_shared(config),
             stage="indexer",
             nbytes=wk.nbytes,
@@ -314,6 +288,7 @@ def compress(
             row_slot=row_slot,
             page_table=cache.page_table,
             pages_per_slot=cache.page_table.shape[1],
+            early=int(early),
             raw=raw.values,
             raw_stride=raw.values.shape[1],
             raw_column=raw.column,
@@ -344,6 +319,7 @@ def choose(
     scratch: Scratch,
     chosen: Tensor,
     candidates: Tensor | None = None,
+    early: bool = False,
     geometry: Geometry | None = None,
 ) -> list[jit.Launch]:
     """The choice of index source `layer`: `reference.index_query`, `score`, `choose` and `candidates`.
@@ -356,6 +332,8 @@ def choose(
     chosen: i32 [rows, index_topk], written: entries ascending, -1 pads; all -1 where the slot is -1.
     candidates: i32 [rows, candidate_topk_blocks], ascending blocks, -1 pads; written by the candidate source, read by
         the index sources above it, not used by those below.
+    early: whether row_position, row_slot, the page table and whatever earlier layers and forwards wrote may be read
+        before the kernels in front have ended, as `attention.cuda.Early.STATE`.
 
     A row's choice depends neither on the other rows nor on the geometry. Scores are float32 sums in a fixed order.
     """
@@ -374,60 +352,44 @@ def choose(
         _shape("chosen", chosen, (rows, config.index_topk)),
         "candidates: missing" if needs_candidates and candidates is None else None,
         None if candidates is None else _shape("candidates", candidates, (rows, config.candidate_topk_blocks)),
-        None if rows <= len(scratch.places) else f"scratch: made for {len(scratch.places)} rows, found {rows}",
+        None if rows <= scratch.rows else f"scratch: made for {scratch.rows} rows, found {rows}",
         *_cache_problems(config, cache),
     )
     device = row_position.device
     geometry = geometry or Geometry.of(device)
     sizes, ratio = _Sizes.of(config), config.compress_ratios[source]
-    query_module = _QUERY.build(device, **sizes.query(role, ratio))
     score_module = _SCORE.build(device, **sizes.score(role, ratio, cache.entries_per_page, geometry))
     select_module = _SELECT.build(device, **sizes.select(role, ratio, geometry))
-    launches = [
-        query_module.launch(
-            "query",
-            grid=rows + 1,
-            block=_QUERY_THREADS,
-            shared=_query_shared(config),
-            stage="indexer",
-            rows=rows,
-            row_position=row_position,
-            row_slot=row_slot,
-            query=query.values,
-            query_stride=query.values.shape[1],
-            query_column=query.column,
-            weights=weights.values,
-            weights_stride=weights.values.shape[1],
-            weights_column=weights.column,
-            frequencies=frequencies,
-            operands=scratch.operands,
-            head_weights=scratch.head_weights,
-            plan=scratch.plan,
-            places=scratch.places,
-            wave_keys=scratch.wave_keys,
-        )
-    ]
     items = 2 * rows if role == _SOURCE else rows
     ranks = geometry.ranks(items)
+    launches = []
     read, written = (None, candidates) if role == _SOURCE else (candidates if role == _CONSUMER else None, None)
     for wave in range(waves(config, layer, rows, scratch)):
         launches.append(
             score_module.launch(
                 "score",
-                grid=geometry.multiprocessors,
+                grid=geometry.multiprocessors * (2 if geometry.score_warps <= 8 else 1),
                 block=geometry.score_warps * 32,
                 shared=_score_shared(config, role),
                 stage="indexer",
                 rows=rows,
-                wave=wave,
+                row_position=row_position,
+                row_slot=row_slot,
                 page_table=cache.page_table,
                 pages_per_slot=cache.page_table.shape[1],
+                early=int(early),
+                wave=wave,
+                wave_keys=scratch.wave_keys,
+                query=query.values,
+                query_stride=query.values.shape[1],
+                query_column=query.column,
+                weights=weights.values,
+                weights_stride=weights.values.shape[1],
+                weights_column=weights.column,
+                frequencies=frequencies,
                 key_codes=cache.key_codes,
                 key_scales=cache.key_scales,
                 candidates=read,
-                operands=scratch.operands,
-                head_weights=scratch.head_weights,
-                plan=scratch.plan,
                 keys=scratch.keys,
                 block_keys=scratch.block_keys,
             )
@@ -443,10 +405,11 @@ def choose(
                 rows=rows,
                 row_position=row_position,
                 row_slot=row_slot,
+                early=int(early),
                 wave=wave,
+                wave_keys=scratch.wave_keys,
                 ranks=ranks,
                 candidates=read,
-                places=scratch.places,
                 keys=scratch.keys,
                 block_keys=scratch.block_keys,
                 chosen=chosen,
@@ -504,20 +467,13 @@ class _Sizes(NamedTuple):
             "RMS_EPS": float(self.rms_eps),
         }
 
-    def query(self, role: int, ratio: int) -> dict[str, jit.Constant]:
+    def score(self, role: int, ratio: int, entries_per_page: int, geometry: Geometry) -> dict[str, jit.Constant]:
         return {
             **self._choice(role, ratio),
             "HEADS": self.index_heads,
             "INDEX_HEAD_DIM": self.index_head_dim,
             "ROPE_DIMS": self.rope_dims,
             "WEIGHT_SCALE": self.index_head_dim**-0.5 * self.index_heads**-0.5,
-        }
-
-    def score(self, role: int, ratio: int, entries_per_page: int, geometry: Geometry) -> dict[str, jit.Constant]:
-        return {
-            **self._choice(role, ratio),
-            "HEADS": self.index_heads,
-            "INDEX_HEAD_DIM": self.index_head_dim,
             "ENTRIES_PER_PAGE": entries_per_page,
             "WARPS": geometry.score_warps,
         }
@@ -546,22 +502,18 @@ def _role(config: ModelConfig, layer: int) -> int:
 
 def _compress_shared(config: ModelConfig) -> int:
     wk = config.index_head_dim * config.head_dim * 2
-    rows = _COMPRESS_ROWS * (config.head_dim // 2 + 4 + config.index_head_dim + config.qk_rope_head_dim) * 4
-    return _round_up(wk + rows + 8, 128)
-
-
-def _query_shared(config: ModelConfig) -> int:
-    return max(config.qk_rope_head_dim // 2 * 8, _QUERY_THREADS * (4 + 4 + 1) + 3 * 32 * 4)
+    row = (config.head_dim // 2 + 4 + 2 * config.index_head_dim + config.qk_rope_head_dim + 2) * 4
+    return _round_up(wk + _COMPRESS_ROWS * row + 8, 128)
 
 
 def _score_shared(config: ModelConfig, role: int) -> int:
     rows, heads = 1 if role == _CONSUMER else GROUP_ROWS, _round_up(config.index_n_heads, 8)
-    queries = rows * (heads * config.index_head_dim * 2 + heads * 4)
-    return _round_up(queries + MAX_ROWS * _PLAN_WORDS * 4 + 8, 128)
+    queries = rows * (heads * config.index_head_dim * 2 + heads * 4 + config.qk_rope_head_dim * 4)
+    return _round_up(queries + _PLAN_BYTES + 8, 128)
 
 
 def _select_shared() -> int:
-    return 2 * _BINS * 4 + 2 * 32 * 4 + 4 * 4
+    return _PLAN_BYTES + 3 * _BINS * 4 + 2 * 32 * 4 + 4 * 4
 
 
 # ---- helpers ------------------------------------------------------------------------------------------------------
@@ -609,7 +561,6 @@ SOURCES: list[tuple[jit.Source, dict[str, jit.Constant]]] = [
         pair
         for role, ratio in ((_PLAIN, 2), (_SOURCE, 1), (_CONSUMER, 1))
         for pair in (
-            (_QUERY, _RELEASED.query(role, ratio)),
             (_SCORE, _RELEASED.score(role, ratio, 128 // ratio, _H200)),
             (_SELECT, _RELEASED.select(role, ratio, _H200)),
         )

@@ -14,8 +14,9 @@ constexpr int BATCH = KEYS * 32;  // keys of a warp in registers
 static_assert(BINS % THREADS == 0, "");
 
 struct Shared {
-  u32 histogram[BINS];  // of this block's keys
-  u32 total[BINS];      // of the cluster's
+  Plan plan;
+  u32 histogram[2][BINS];  // of this block's keys: of a pass, and what the next one starts with
+  u32 total[BINS];         // of the cluster's
   int scan[2][32];
   i32 above, equal;     // this block's keys above the border and at it
   i32 bin, wanted;
@@ -45,13 +46,17 @@ template <class F> DEVICE void for_batches(u32 (&keys)[KEYS], const Range& range
   }
 }
 
+DEVICE void clear(u32* histogram) {
+  for (int bin = threadIdx.x; bin < BINS; bin += THREADS) histogram[bin] = 0;
+}
+
 // Adds the histograms of the cluster's blocks: each block a part of the bins, for all.
-DEVICE void merge(Shared& s, int ranks) {
+DEVICE void merge(Shared& s, u32* histogram, int ranks) {
   cluster_sync();
   int share = BINS / ranks, first = cluster_rank() * share;
   for (int bin = first + threadIdx.x; bin < first + share; bin += THREADS) {
     u32 sum = 0;
-    for (int rank = 0; rank < ranks; rank++) sum += *cluster_map(&s.histogram[bin], rank);
+    for (int rank = 0; rank < ranks; rank++) sum += *cluster_map(&histogram[bin], rank);
     for (int rank = 0; rank < ranks; rank++) *cluster_map(&s.total[bin], rank) = sum;
   }
   cluster_sync();
@@ -86,18 +91,18 @@ DEVICE void select_largest(const Select& p, Shared& s, const Range& range, int w
 #pragma unroll
   for (int pass = 0; pass < 3; pass++) {
     const int shift = pass == 0 ? 21 : pass == 1 ? 10 : 0, width = pass == 2 ? 10 : 11;
-    for (int bin = threadIdx.x; bin < BINS; bin += THREADS) s.histogram[bin] = 0;
-    sync_block();
+    u32 *histogram = s.histogram[pass % 2], *next = s.histogram[(pass + 1) % 2];
     for_batches(keys, range, [&](const u32(&k)[KEYS], int) {
 #pragma unroll
       for (int i = 0; i < KEYS; i++) {
         bool counts = pass == 0 ? k[i] != 0 : (k[i] ^ border) >> (shift + width) % 32 == 0 && k[i] != 0;
-        if (counts) add_atomic(&s.histogram[k[i] >> shift & ((1u << width) - 1)], 1);
+        if (counts) add_atomic(&histogram[k[i] >> shift & ((1u << width) - 1)], 1);
       }
     });
     sync_block();
-    if (ranks > 1) merge(s, ranks);
-    find_bin(s, ranks > 1 ? s.total : s.histogram, wanted);
+    if (pass < 2) clear(next);
+    if (ranks > 1) merge(s, histogram, ranks);
+    find_bin(s, ranks > 1 ? s.total : histogram, wanted);
     border |= (u32)s.bin << shift;
     wanted = s.wanted;
   }
@@ -144,17 +149,21 @@ DEVICE void select_largest(const Select& p, Shared& s, const Range& range, int w
   if (ranks > 1) cluster_wait();  // nobody leaves while others read its counts
 }
 
-KERNEL(select_best, Select, THREADS, 1) {
+KERNEL(select_best, Select, THREADS, THREADS > 512 ? 1 : 2) {
   launch_dependents();
   Shared& s = *(Shared*)shared_memory();
-  wait_for_dependencies();
+  if (!p.early) wait_for_dependencies();
   int item = (int)blockIdx.x / p.ranks, rank = (int)blockIdx.x % p.ranks;  // items: rows' choices, then rows' blocks
   bool blocks = item >= p.rows;
   int row = blocks ? item - p.rows : item;
-  int2 place = load_l2(p.places + row);  // wave, offset: if the row needs scores
-  int visible = visible_entries(load_l2(p.row_position + row), load_l2(p.row_slot + row));
+  clear(s.histogram[0]);
+  make_plan<THREADS>(s.plan, p.rows, p.row_position, p.row_slot, p.wave_keys);
+  sync_block();
+  int2 place = s.plan.places[row];  // if the row needs scores
+  int visible = visible_entries(s.plan.position[row], s.plan.slot[row]);
   int count = blocks ? blocks_of(visible) : eligible_entries(visible), wanted = blocks ? CANDIDATE_BLOCKS : TOPK;
   i32* out = (blocks ? p.block_list : p.chosen) + (i64)row * wanted;
+  if (p.early) wait_for_dependencies();
   if (count <= wanted) {  // all of them
     if (p.wave == 0 && rank == 0)
       for (int i = threadIdx.x; i < wanted; i += THREADS) out[i] = i >= count ? -1 : blocks ? i : entry_of(p, row, i);

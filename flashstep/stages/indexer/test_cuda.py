@@ -303,9 +303,10 @@ class Case:
     device: torch.device
     geometry: cuda.Geometry | None = None
     wave_keys: int = cuda.WAVE_KEYS
+    early: bool = False
 
-    def run(self, candidates: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Chosen entries and candidate blocks."""
+    def run(self, candidates: Tensor | None = None, in_front: Sequence[jit.Launch] = ()) -> tuple[Tensor, Tensor]:
+        """Chosen entries and candidate blocks, with the launches `in_front` directly before."""
         rows, config, device = len(self.batch.slots), self.config, self.device
         scratch = cuda.Scratch.allocate(config, rows, self.max_model_len, device, wave_keys=self.wave_keys)
         keys, block_keys = (
@@ -313,14 +314,7 @@ class Case:
             for part in (scratch.keys, scratch.block_keys)
         )
         scratch = replace(scratch, keys=keys[:-64], block_keys=block_keys[:-64])
-        for tensor in (
-            scratch.operands,
-            scratch.head_weights,
-            scratch.plan,
-            scratch.places,
-            scratch.keys,
-            scratch.block_keys,
-        ):
+        for tensor in (scratch.keys, scratch.block_keys):
             tensor.view(torch.uint8).fill_(POISON)
         chosen = poisoned(rows, config.index_topk, dtype=torch.int32, device=device)
         if candidates is None:
@@ -329,7 +323,7 @@ class Case:
         query[:, 8:-8] = self.query
         weights = torch.full((rows, self.weights.shape[1] + 3), float("nan"))
         weights[:, 1:-2] = self.weights
-        for launch in cuda.choose(
+        launches = cuda.choose(
             config,
             self.layer,
             row_position=self.batch.positions.to(device),
@@ -341,8 +335,10 @@ class Case:
             scratch=scratch,
             chosen=chosen,
             candidates=candidates,
+            early=self.early,
             geometry=self.geometry,
-        ):
+        )
+        for launch in (*in_front, *launches):
             launch()
         assert (keys[-64:] == POISON).all(), "scores behind the scratch"
         assert (block_keys[-64:] == POISON).all(), "block scores behind the scratch"
@@ -359,8 +355,10 @@ class Case:
         turn = torch.polar(torch.ones_like(angles), angles)
         query = self.query[row].view(1, config.index_n_heads, config.index_head_dim)
         query = NUM.index_fp4(rotate(query, turn, NUM))
+        # One factor, as exact as the sizes make it: two roots of powers of two are off their product by a unit, and a
+        # sum that cancels is then 0 or 1e-17, as the order of the additions (BLAS) has it: no tie any more.
         weights = (
-            self.weights[row : row + 1].bfloat16().double() * config.index_head_dim**-0.5 * config.index_n_heads**-0.5
+            self.weights[row : row + 1].bfloat16().double() * (config.index_head_dim * config.index_n_heads) ** -0.5
         )
         size = reference.score(query, weights.abs(), keys)
         return reference.score(query, weights, keys)[0], float(size.max()) if visible else 0.0
@@ -607,6 +605,56 @@ def test_waves_and_neighbours_change_nothing(wave_keys: int, device: torch.devic
             assert torch.equal(lists, again_lists)
 
 
+@pytest.mark.parametrize("layer", [PLAIN, SOURCE])
+def test_reading_early_changes_nothing(layer: int, device: torch.device) -> None:
+    """Tiles with and without entries of this forward; a request's rows in several groups; little and much to score."""
+    torch.manual_seed(31)
+    for parts in (
+        [(0, 230, 6, 6), (1, 60, 2, 2), (2, 199, 11, 10), (3, 0, 4, 4)],
+        [(0, 125, 3, 3)],
+        [(0, 64, 1, 1), (1, 30, 2, 0)],
+    ):
+        case = random_case(layer, parts, device)
+        chosen, lists = case.run()
+        case.check(chosen, lists, exact=False)
+        early_chosen, early_lists = replace(case, early=True).run()
+        assert torch.equal(chosen, early_chosen)
+        if layer == SOURCE:
+            assert torch.equal(lists, early_lists)
+            consumer = replace(case, layer=CONSUMER)
+            chosen, _ = consumer.run(lists.to(device))
+            early_chosen, _ = replace(consumer, early=True).run(lists.to(device))
+            assert torch.equal(chosen, early_chosen)
+
+
+def test_keys_of_this_forward_are_seen(device: torch.device) -> None:
+    """`compress` in front writes them: read before it has ended, they would be zeros, below all others (on a GPU)."""
+    torch.manual_seed(37)
+    case = random_case(PLAIN, [(0, 90, 12, 12)], device)
+    run = Compression(case.config, PLAIN, slots=1, tokens=16 * PAGE_TOKENS, device=device)
+    raw = torch.randn(12, run.parts * case.config.head_dim, device=device)
+    place_of = place(case.cache, 0, torch.arange(45, 51))
+    compress = cuda.compress(
+        case.config,
+        PLAIN,
+        row_position=case.batch.positions.to(device),
+        row_slot=case.batch.slots.to(device),
+        raw=cuda.Product(raw),
+        ring=run.ring,
+        norm=run.compressor.norm.to(device),
+        wk=cuda.pack_wk(run.wk).to(device),
+        k_norm=run.index_key.k_norm.to(device),
+        frequencies=run.rope.frequencies.to(device),
+        cache=case.cache,
+        early=True,
+    )
+    wanted, _ = case.run(in_front=compress)
+    for _ in range(2 if jit.emulated(device) else 100):
+        case.cache.key_codes[place_of] = 0
+        found, _ = replace(case, early=True).run(in_front=compress)
+        assert torch.equal(found, wanted)
+
+
 def test_released_sizes(device: torch.device) -> None:
     """32 heads of 128 columns, four scales a key, blocks of 8."""
     torch.manual_seed(23)
@@ -660,5 +708,5 @@ def test_wrong_arguments_are_named(device: torch.device) -> None:
     }
     with pytest.raises(ValueError, match=r"weights: columns 1..8 of 8; chosen: shape .*; candidates: missing"):
         cuda.choose(case.config, SOURCE, **arguments)
-    with pytest.raises(ValueError, match="at most 512"):
-        cuda.Scratch.allocate(case.config, 513, 256, device)
+    with pytest.raises(ValueError, match="at most 256"):
+        cuda.Scratch.allocate(case.config, 257, 256, device)

@@ -1,8 +1,8 @@
-"""Routing and experts for CUDA devices: packing of weights, scratch, launches (`route.cu`, `gate_up.cu`, `down.cu`).
+"""Routing and experts for CUDA devices: packing of weights, scratch, launches.
 
-Up to 8 rows take two kernels: `gate_up` (every block routes for itself, then multiplies) and `down`. More rows take
-four: `route`, `gather` (the list of pairs: an expert and up to 8 of its rows, with an operand tile each), `gate_up`,
-`down`. The shared expert is in the same launches, as pairs of its own that come first.
+Up to 8 rows take one kernel, `experts.cu`. More rows take four: `route`, `gather` (the list of pairs: an expert and up
+to 8 of its rows, with an operand tile each), `gate_up`, `down`. The shared expert is in the same launches, as pairs of
+its own that come first.
 
 Sums over K are split over the blocks by the number of distinct experts, so a row's last float32 bits (and what they
 round to) depend on which other rows are in the step; equal steps give equal bits. h stays in scratch and has no format
@@ -23,6 +23,7 @@ from flashstep import jit
 
 MAX_ROWS = 192
 TILE_ROWS = 8  # rows of an operand tile; up to so many rows need no gather
+ZEROS = ("arrivals", "partial")  # scratch of up to 8 rows that starts as zeros and is left so
 _GATHER_THREADS = 512
 _GATHERED = ("chosen", "chosen_weights", "list", "pair_rows", "pair_weights", "operands")  # scratch that it touches
 _ROUTED_PIECES = (256, 192, 320, 128, 64)  # columns of K in a packed piece, by preference
@@ -34,7 +35,7 @@ ROUTE = jit.Source(
         "route": jit.Params(
             "Route",
             [
-                ("logits", "const float*"),
+                ("scores", "const float*"),
                 ("bias", "const float*"),
                 ("row_slot", "const i32*"),
                 ("chosen", "i32*"),
@@ -58,20 +59,43 @@ ROUTE = jit.Source(
         ),
     },
 )
+EXPERTS = jit.Source(
+    "stages/moe/experts.cu",
+    kernels={
+        "experts": jit.Params(
+            "Experts",
+            [
+                ("scores", "const float*"),
+                ("bias", "const float*"),
+                ("row_slot", "const i32*"),
+                ("x_codes", "const u8*"),
+                ("x_scales", "const u8*"),
+                ("gate_up", "const u8*"),
+                ("shared_gate_up", "const u8*"),
+                ("down", "const u8*"),
+                ("shared_down", "const u8*"),
+                ("list", "i32*"),
+                ("h", "u8*"),
+                ("partial", "float*"),
+                ("arrivals", "u32*"),
+                ("out", "float*[8]"),
+                ("peers", "int"),
+                ("rows", "int"),
+            ],
+        )
+    },
+    hot=["experts"],
+)
 GATE_UP = jit.Source(
     "stages/moe/gate_up.cu",
     kernels={
         "gate_up": jit.Params(
             "GateUp",
             [
-                ("logits", "const float*"),
-                ("bias", "const float*"),
-                ("row_slot", "const i32*"),
-                ("x_codes", "const u8*"),
-                ("x_scales", "const u8*"),
+                ("operands", "const u8*"),
                 ("routed", "const u8*"),
                 ("shared_expert", "const u8*"),
-                ("list", "i32*"),
+                ("list", "const i32*"),
                 ("pair_weights", "const float*"),
                 ("h", "u8*"),
                 ("partial", "float*"),
@@ -148,18 +172,25 @@ class Tuning:
     pieces: int
 
 
+def few_tuning(shape: Shape) -> Tuning:
+    """The default for up to 8 rows; pieces are those of a unit of gate and up."""
+    build = _few_build(shape, Tuning(3, 1, _pieces(shape.hidden, 2)), True, False)
+    stage = _few_build(shape, Tuning(3, 2, _pieces(shape.hidden, 2)), True, False).shared_bytes - build.shared_bytes
+    return Tuning(3, min(9, 1 + (jit.MAX_SHARED - build.shared_bytes) // stage), _pieces(shape.hidden, 2))
+
+
 def gate_up_tuning(shape: Shape) -> Tuning:
-    """The default for gate/up; on an H200 three warpgroups and stages of two pieces took 10% less than two and one."""
+    """The default for gate/up of more rows; on an H200 three warpgroups and two pieces took 10% less than two and one."""
     pieces = _pieces(shape.hidden, 2)
     return Tuning(next(n for n in (3, 2, 1) if shape.inner // 32 % n == 0), 4 // pieces, pieces)
 
 
 def down_tuning(shape: Shape, rows: int) -> Tuning:
-    """The default for down. Many rows need the shared memory for their sums, so fewer warpgroups multiply."""
+    """The default for down of more rows, which need the shared memory for their sums: fewer warpgroups multiply."""
     pieces = _pieces(shape.inner, 3)
-    most = 4 if 8 < rows <= 48 else 2
+    most = 4 if rows <= 48 else 2
     warpgroups = next(n for n in (most, 2, 1) if shape.hidden // 64 % n == 0)
-    return Tuning(warpgroups, 5 if pieces == 1 else 3 if rows <= 8 else 2, pieces)
+    return Tuning(warpgroups, 5 if pieces == 1 else 2, pieces)
 
 
 def _pieces(columns: int, most: int) -> int:
@@ -390,30 +421,33 @@ def num_blocks(device: torch.device) -> int:
 def scratch_sizes(
     shape: Shape, rows: int, blocks: int, *, gate_up: Tuning | None = None, down: Tuning | None = None
 ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Shape and dtype of every scratch tensor of `experts`. `arrivals` starts as zeros (and is left so); layers share.
+    """Shape and dtype of every scratch tensor of `experts`. `arrivals`, and for up to 8 rows `partial`, start as zeros
+    and are left so; layers share them.
 
     list: [0] routed pairs, [4 + i] the expert of pair i. More than 8 rows: chosen [rows, top_k] (-1: none), its
     weights, pair_rows and pair_weights [pairs, 8], shared pairs first.
     """
-    first, second = gate_up or gate_up_tuning(shape), down or down_tuning(shape, rows)
-    wide = rows > TILE_ROWS
     routed, shared = max_pairs(shape, rows), -(-rows // TILE_ROWS)
-    partial = max(2 * first.warpgroups * 512, second.warpgroups * 64 * (rows if wide else TILE_ROWS))
     sizes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
         "list": ((4 + routed,), torch.int32),
         "h": ((shared + routed, 9 * shape.inner), torch.uint8),
+    }
+    if rows <= TILE_ROWS:
+        return sizes | {
+            "partial": ((3, 2 * blocks, 512), torch.float32),
+            "arrivals": ((2,), torch.int32),
+        }
+    first, second = gate_up or gate_up_tuning(shape), down or down_tuning(shape, rows)
+    partial = max(2 * first.warpgroups * 512, second.warpgroups * 64 * rows)
+    return sizes | {
         "partial": ((2 * blocks, partial), torch.float32),
         "arrivals": ((2 * blocks * max(first.warpgroups, second.warpgroups),), torch.int32),
+        "chosen": ((rows, shape.top_k), torch.int32),
+        "chosen_weights": ((rows, shape.top_k), torch.float32),
+        "pair_rows": ((shared + routed, TILE_ROWS), torch.int32),
+        "pair_weights": ((shared + routed, TILE_ROWS), torch.float32),
+        "operands": ((shared + routed, 9 * shape.hidden), torch.uint8),
     }
-    if wide:
-        sizes |= {
-            "chosen": ((rows, shape.top_k), torch.int32),
-            "chosen_weights": ((rows, shape.top_k), torch.float32),
-            "pair_rows": ((shared + routed, TILE_ROWS), torch.int32),
-            "pair_weights": ((shared + routed, TILE_ROWS), torch.float32),
-            "operands": ((shared + routed, 9 * shape.hidden), torch.uint8),
-        }
-    return sizes
 
 
 @dataclass(frozen=True)
@@ -425,53 +459,81 @@ class _Build:
     shared_bytes: int
 
 
-def _constants(shape: Shape, rows: int, columns: int, tuning: Tuning, wgmma: bool, emulated: bool) -> dict[str, int]:
-    """Constants of both product kernels; `columns` is the K of the product."""
-    threads = tuning.warpgroups * 128 + 32
+def _constants(shape: Shape, tuning: Tuning, threads: int, wgmma: bool, emulated: bool) -> dict[str, jit.Constant]:
+    """Constants of all product kernels; `threads` beside the multiplying ones."""
+    threads += tuning.warpgroups * 128
     return {
         "HIDDEN": shape.hidden,
         "INNER": shape.inner,
-        "PIECE": routed_piece(columns),
-        "SHARED_PIECE": shared_piece(columns),
+        "LIMIT": float(shape.limit),
         "WARPGROUPS": tuning.warpgroups,
         "STAGES": tuning.stages,
         "PIECES": tuning.pieces,
         "WGMMA": wgmma,
-        "WIDE": rows > TILE_ROWS,
-        # The emulator counts whole warpgroups; on a GPU idle warps would cost the registers of a second block.
+        # The emulator counts whole warpgroups; on a GPU idle warps would cost registers.
         "THREADS": -(-threads // 128) * 128 if emulated else threads,
     }
-
-
-def _slot_bytes(columns: int, tuning: Tuning) -> int:
-    """Bytes of a stage's weights for one warpgroup."""
-    sizes = routed_piece_bytes(routed_piece(columns)), shared_piece_bytes(shared_piece(columns))
-    return tuning.pieces * max(sizes)
 
 
 def _aligned(nbytes: int) -> int:
     return -(-nbytes // 128) * 128
 
 
-def _gate_up_build(shape: Shape, rows: int, tuning: Tuning, wgmma: bool, emulated: bool) -> _Build:
-    constants = _constants(shape, rows, shape.hidden, tuning, wgmma, emulated)
-    ring = tuning.stages * _aligned(tuning.warpgroups * _slot_bytes(shape.hidden, tuning))
-    operands = (2 if rows > TILE_ROWS else 1) * _aligned(9 * shape.hidden)
-    header = _aligned(16 * tuning.stages + 260 * tuning.warpgroups + 2048 + 4 * 256 + 256 + 64)
-    shared = header + operands + ring
-    more = {"EXPERTS": shape.experts, "TOP_K": shape.top_k, "SHARED_BYTES": shared}
-    numbers = {"SCALING": float(shape.scaling), "LIMIT": float(shape.limit)}
-    return _Build({**constants, **more, **numbers}, constants["THREADS"], shared)
+def _unit_bytes(columns: int, pieces: int) -> int:
+    """Bytes of the larger of the units, of `pieces` pieces, of routed and shared weights."""
+    return pieces * max(routed_piece_bytes(routed_piece(columns)), shared_piece_bytes(shared_piece(columns)))
+
+
+def _unit_columns(columns: int, pieces: int) -> int:
+    """Columns of the wider of those units, as far as they exist."""
+    return pieces * max(min(routed_piece(columns), columns), shared_piece(columns))
+
+
+def h_unit_columns(shape: Shape, routed: bool) -> int:
+    """Columns of h whose codes and scales lie together where up to 8 rows are served."""
+    piece = min(routed_piece(shape.inner), shape.inner) if routed else shared_piece(shape.inner)
+    return _pieces(shape.inner, 3) * piece
+
+
+def _few_build(shape: Shape, tuning: Tuning, wgmma: bool, emulated: bool) -> _Build:
+    down_pieces = _pieces(shape.inner, 3)
+    slot = _aligned(max(_unit_bytes(shape.hidden, tuning.pieces), _unit_bytes(shape.inner, down_pieces)))
+    h_slot = _aligned(9 * _unit_columns(shape.inner, down_pieces))
+    barriers = 20 * tuning.stages + 32
+    fixed = _aligned(barriers + 16 + shape.experts // 8 + 64 * 4 * (3 + 8) + 256 + 2 * 288 + 8 * 68 * 4 + 96)
+    fixed += tuning.warpgroups * 2048 + _aligned(max(9 * shape.hidden, tuning.stages * h_slot))
+    constants = _constants(shape, tuning, 128 + 64, wgmma, emulated) | {
+        "PIECE": routed_piece(shape.hidden),
+        "SHARED_PIECE": shared_piece(shape.hidden),
+        "DOWN_PIECE": routed_piece(shape.inner),
+        "SHARED_DOWN_PIECE": shared_piece(shape.inner),
+        "DOWN_PIECES": down_pieces,
+        "EXPERTS": shape.experts,
+        "TOP_K": shape.top_k,
+        "SCALING": float(shape.scaling),
+    }
+    shared = fixed + tuning.stages * slot
+    return _Build({**constants, "SHARED_BYTES": shared}, int(constants["THREADS"]), shared)
+
+
+def _gate_up_build(shape: Shape, tuning: Tuning, wgmma: bool, emulated: bool) -> _Build:
+    constants = _constants(shape, tuning, 32, wgmma, emulated)
+    constants |= {"PIECE": routed_piece(shape.hidden), "SHARED_PIECE": shared_piece(shape.hidden)}
+    ring = tuning.stages * _aligned(tuning.warpgroups * _unit_bytes(shape.hidden, tuning.pieces))
+    header = _aligned(16 * tuning.stages + 32 + 260 * tuning.warpgroups + 64)
+    shared = header + 2 * _aligned(9 * shape.hidden) + ring
+    return _Build({**constants, "SHARED_BYTES": shared}, int(constants["THREADS"]), shared)
 
 
 def _down_build(shape: Shape, rows: int, tuning: Tuning, wgmma: bool, emulated: bool) -> _Build:
-    constants = _constants(shape, rows, shape.inner, tuning, wgmma, emulated)
-    columns = tuning.pieces * max(min(constants["PIECE"], shape.inner), constants["SHARED_PIECE"])
-    stage = _aligned(tuning.warpgroups * _slot_bytes(shape.inner, tuning)) + _aligned(8 * columns) + _aligned(columns)
+    constants = _constants(shape, tuning, 32, wgmma, emulated)
+    constants |= {"PIECE": routed_piece(shape.inner), "SHARED_PIECE": shared_piece(shape.inner)}
+    columns = _unit_columns(shape.inner, tuning.pieces)
+    weights = _aligned(tuning.warpgroups * _unit_bytes(shape.inner, tuning.pieces))
+    stage = weights + _aligned(8 * columns) + _aligned(columns)
     fixed = _aligned(16 * tuning.stages + 4 * tuning.warpgroups) + tuning.stages * stage
-    sums = tuning.warpgroups * (rows if rows > TILE_ROWS else TILE_ROWS) * 68 * 4
-    shared = fixed + sums + 4 * max_pairs(shape, rows)
-    return _Build({**constants, "SHARED_BYTES": fixed}, constants["THREADS"], shared)
+    shared = fixed + tuning.warpgroups * rows * 68 * 4 + 4 * max_pairs(shape, rows)
+    return _Build({**constants, "SHARED_BYTES": fixed}, int(constants["THREADS"]), shared)
 
 
 def _route_constants(shape: Shape) -> dict[str, jit.Constant]:
@@ -492,7 +554,7 @@ def experts(
     *,
     weights: Weights,
     bias: Tensor,
-    logits: Tensor,
+    scores: Tensor,
     row_slot: Tensor,
     x_codes: Tensor,
     x_scales: Tensor,
@@ -500,56 +562,86 @@ def experts(
     out: Sequence[Tensor],
     blocks: int | None = None,
     wgmma: bool = True,
+    few: Tuning | None = None,
     gate_up: Tuning | None = None,
     down: Tuning | None = None,
 ) -> list[jit.Launch]:
     """Routing and experts of `rows` rows (1..192): the launches, in order.
 
-    bias: [experts] f32. logits: [rows, experts] f32. row_slot: [rows] i32, < 0: the row chooses no expert. x_codes,
-    x_scales: fp8 fragments of the tiles of 8 rows (rows beyond `rows` finite). scratch: tensors of `scratch_sizes`.
-    out: for each peer, where this rank's sums go, [rows, hidden] f32: routed and shared experts, not rounded.
-    wgmma: SM90's product where there is one, instead of the f16 product of every architecture.
+    bias: [experts] f32. scores: [rows, experts] f32, sqrt(softplus(logit)) (`dense.Scores`). row_slot: [rows] i32,
+    < 0: the row chooses no expert. x_codes, x_scales: fp8 fragments of the tiles of 8 rows (rows beyond `rows` finite).
+    scratch: tensors of `scratch_sizes`. out: for each peer, where this rank's sums go, [rows, hidden] f32: routed and
+    shared experts. wgmma: SM90's product where there is one, instead of the f16 product of every architecture. few:
+    how the kernel of up to 8 rows is built; gate_up, down: those of more rows.
     ValueError: rows out of range, no or too many peers.
     """
     if not 1 <= rows <= MAX_ROWS:
         raise ValueError(f"{rows} rows: 1..{MAX_ROWS}")
     if not 1 <= len(out) <= 8:
         raise ValueError(f"{len(out)} outputs: one for each of 1..8 peers")
-    first, second = gate_up or gate_up_tuning(shape), down or down_tuning(shape, rows)
-    blocks = blocks or num_blocks(device)
-    wide = rows > TILE_ROWS
-    launches = []
-    if wide:
-        module = ROUTE.build(device, **_route_constants(shape))
-        pairs = -(-rows // TILE_ROWS) + max_pairs(shape, rows)
-        gathered: dict[str, Any] = {name: scratch[name] for name in _GATHERED}
-        launches += [
-            module.launch(
-                "route",
-                grid=-(-rows // 8),
-                block=256,
-                stage="router",
-                logits=logits,
-                bias=bias,
-                row_slot=row_slot,
-                chosen=scratch["chosen"],
-                chosen_weights=scratch["chosen_weights"],
-                rows=rows,
-            ),
-            module.launch(
-                "gather",
-                grid=blocks,
-                block=_GATHER_THREADS,
-                shared=shape.experts * 4 * (MAX_ROWS // 32 + 1) + 256 + 32 * pairs,
-                stage="router",
-                x_codes=x_codes,
-                x_scales=x_scales,
-                rows=rows,
-                **gathered,
-            ),
-        ]
+    blocks, emulated = blocks or num_blocks(device), jit.emulated(device)
     visited = expected_experts(shape, rows) / shape.experts
-    build = _gate_up_build(shape, rows, first, wgmma, jit.emulated(device))
+    nbytes = [
+        round(routed.nbytes * visited) + shared.nbytes
+        for routed, shared in ((weights.gate_up, weights.shared_gate_up), (weights.down, weights.shared_down))
+    ]
+    if rows <= TILE_ROWS:
+        build = _few_build(shape, few or few_tuning(shape), wgmma, emulated)
+        launch = EXPERTS.build(device, **build.constants).launch(
+            "experts",
+            grid=blocks,
+            block=build.threads,
+            shared=build.shared_bytes,
+            together=True,
+            stage="experts",
+            nbytes=sum(nbytes),
+            scores=scores,
+            bias=bias,
+            row_slot=row_slot,
+            x_codes=x_codes,
+            x_scales=x_scales,
+            gate_up=weights.gate_up,
+            shared_gate_up=weights.shared_gate_up,
+            down=weights.down,
+            shared_down=weights.shared_down,
+            list=scratch["list"],
+            h=scratch["h"],
+            partial=scratch["partial"],
+            arrivals=scratch["arrivals"],
+            out=list(out),
+            peers=len(out),
+            rows=rows,
+        )
+        return [launch]
+    module = ROUTE.build(device, **_route_constants(shape))
+    pairs = -(-rows // TILE_ROWS) + max_pairs(shape, rows)
+    gathered: dict[str, Any] = {name: scratch[name] for name in _GATHERED}
+    launches = [
+        module.launch(
+            "route",
+            grid=-(-rows // 8),
+            block=256,
+            stage="router",
+            scores=scores,
+            bias=bias,
+            row_slot=row_slot,
+            chosen=scratch["chosen"],
+            chosen_weights=scratch["chosen_weights"],
+            rows=rows,
+        ),
+        module.launch(
+            "gather",
+            grid=blocks,
+            block=_GATHER_THREADS,
+            shared=shape.experts * 4 * (MAX_ROWS // 32 + 1) + 256 + 32 * pairs,
+            stage="router",
+            x_codes=x_codes,
+            x_scales=x_scales,
+            rows=rows,
+            **gathered,
+        ),
+    ]
+    build = _gate_up_build(shape, gate_up or gate_up_tuning(shape), wgmma, emulated)
     launches.append(
         GATE_UP.build(device, **build.constants).launch(
             "gate_up",
@@ -557,23 +649,19 @@ def experts(
             block=build.threads,
             shared=build.shared_bytes,
             stage="gate_up",
-            nbytes=round(weights.gate_up.nbytes * visited) + weights.shared_gate_up.nbytes,
-            logits=logits,
-            bias=bias,
-            row_slot=row_slot,
-            x_codes=scratch["operands"] if wide else x_codes,
-            x_scales=x_scales,
+            nbytes=nbytes[0],
+            operands=scratch["operands"],
             routed=weights.gate_up,
             shared_expert=weights.shared_gate_up,
             list=scratch["list"],
-            pair_weights=scratch["pair_weights"] if wide else None,
+            pair_weights=scratch["pair_weights"],
             h=scratch["h"],
             partial=scratch["partial"],
             arrivals=scratch["arrivals"],
             rows=rows,
         )
     )
-    build = _down_build(shape, rows, second, wgmma, jit.emulated(device))
+    build = _down_build(shape, rows, down or down_tuning(shape, rows), wgmma, emulated)
     launches.append(
         DOWN.build(device, **build.constants).launch(
             "down",
@@ -581,11 +669,11 @@ def experts(
             block=build.threads,
             shared=build.shared_bytes,
             stage="down",
-            nbytes=round(weights.down.nbytes * visited) + weights.shared_down.nbytes,
+            nbytes=nbytes[1],
             routed=weights.down,
             shared_expert=weights.shared_down,
             list=scratch["list"],
-            pair_rows=scratch["pair_rows"] if wide else None,
+            pair_rows=scratch["pair_rows"],
             h=scratch["h"],
             partial=scratch["partial"],
             arrivals=scratch["arrivals"],
@@ -603,11 +691,11 @@ def _released() -> list[tuple[jit.Source, dict[str, jit.Constant]]]:
     for num_experts, top_k in ((384, 6), (128, 3)):
         shape = Shape(5120, 576, num_experts, top_k, 1.5)
         sources.append((ROUTE, _route_constants(shape)))
-        for rows in (TILE_ROWS, MAX_ROWS):
-            for wgmma in (True, False):
-                gate_up = _gate_up_build(shape, rows, gate_up_tuning(shape), wgmma, False)
-                down = _down_build(shape, rows, down_tuning(shape, rows), wgmma, False)
-                sources += [(GATE_UP, gate_up.constants), (DOWN, down.constants)]
+        for wgmma in (True, False):
+            sources.append((EXPERTS, _few_build(shape, few_tuning(shape), wgmma, False).constants))
+            sources.append((GATE_UP, _gate_up_build(shape, gate_up_tuning(shape), wgmma, False).constants))
+            down = _down_build(shape, MAX_ROWS, down_tuning(shape, MAX_ROWS), wgmma, False)
+            sources.append((DOWN, down.constants))
     return sources
 
 

@@ -1,9 +1,8 @@
-// Down products of the chosen experts and of the shared one, summed over the experts: this rank's part of the output,
-// float32, written to the mailboxes of all ranks. Persistent, as gate_up.cu.
+// Down products of the chosen experts and of the shared one for more than 8 rows, summed over the experts: this rank's
+// part of the output, float32, written to the mailboxes of all ranks. Persistent, as gate_up.cu.
 //
-// A tile is 64 output columns for each warpgroup; its K runs over all pairs' h, the shared pairs first. Up to 8 rows
-// have the same place in every pair, so the sums of a tile stay in registers; otherwise a pair's rows are its own, and
-// its sums are added to the rows' in shared memory, pair after pair.
+// A tile is 64 output columns for each warpgroup; its K runs over all pairs' h, the shared pairs first. A pair's sums
+// are added to those of its rows in shared memory, pair after pair.
 // The list of experts is complete before this kernel may start (gate_up.cu), so weights are copied at once; only h
 // waits for the kernel before.
 #include "moe/experts.cuh"
@@ -30,7 +29,7 @@ struct Shared {
   u64 full[STAGES], empty[STAGES];
   int flag[WARPGROUPS];
   alignas(128) Stage ring[STAGES];
-  // Then sums [WARPGROUPS][rows or 8][SUMS] float32, and the experts of the routed pairs.
+  // Then sums [WARPGROUPS][rows][SUMS] float32, and the experts of the routed pairs.
 };
 static_assert(sizeof(Shared) == SHARED_BYTES, "cuda.py and this file lay out shared memory differently");
 
@@ -75,7 +74,7 @@ struct Producer {
     for (int wg = 0; wg < WARPGROUPS; wg++) {
       const u8* piece = from + (i64)((at.tile * WARPGROUPS + wg) * N + at.step) * BYTES;
       u8* to = s.ring[stage].weights + wg * SLOT_BYTES;
-      if (FP4 || !WIDE) bulk_copy(to, piece, BYTES, &s.full[stage], policy);
+      if (FP4) bulk_copy(to, piece, BYTES, &s.full[stage], policy);
       else bulk_copy(to, piece, BYTES, &s.full[stage]);
     }
   }
@@ -133,13 +132,13 @@ DEVICE void finish(const Down& p, Shared& s, const Split& split, float* sums, in
   }
 }
 
-KERNEL(down, Down, THREADS, WIDE || WARPGROUPS > 2 ? 1 : 2) {
+KERNEL(down, Down, THREADS, 1) {
   Shared& s = *(Shared*)shared_memory();
   int tid = threadIdx.x, warp = warp_id(), lane = lane_id();
-  const int rows = WIDE ? p.rows : 8;  // of the sums
+  const int rows = p.rows;
   float* all_sums = (float*)(shared_memory() + sizeof(Shared));
   int* experts = (int*)(all_sums + WARPGROUPS * rows * SUMS);
-  const int shared_pairs = WIDE ? (p.rows + 7) / 8 : 1, pairs = load_l2(p.list);
+  const int shared_pairs = (p.rows + 7) / 8, pairs = load_l2(p.list);
   launch_dependents();
   if (tid == 0) {
     for (int i = 0; i < STAGES; i++) {
@@ -182,19 +181,16 @@ KERNEL(down, Down, THREADS, WIDE || WARPGROUPS > 2 ? 1 : 2) {
     warp &= 3;
     float* sums = all_sums + warpgroup * rows * SUMS;
     float acc[4] = {0.0f, 0.0f, 0.0f, 0.0f};  // of a pair
-    float sum[4] = {0.0f, 0.0f, 0.0f, 0.0f};  // of a tile's pairs
     int2 pair_rows = make_int2(0, 0);
     bool pair_begins = true, tile_begins = true;
     int first_unit = begin;
     Cursor cursor;
     for (int unit = begin; unit < end; unit++) {
-      if constexpr (WIDE) {
-        if (tile_begins) {  // a warp's columns are its own
-          for (int i = lane; i < rows * 16; i += 32) sums[(i >> 4) * SUMS + warp * 16 + (i & 15)] = 0.0f;
-          sync_warp();
-        }
-        if (pair_begins) pair_rows = load_l2((const int2*)(p.pair_rows + at.pair * 8 + (lane & 3) * 2));
+      if (tile_begins) {  // a warp's columns are its own
+        for (int i = lane; i < rows * 16; i += 32) sums[(i >> 4) * SUMS + warp * 16 + (i & 15)] = 0.0f;
+        sync_warp();
       }
+      if (pair_begins) pair_rows = load_l2((const int2*)(p.pair_rows + at.pair * 8 + (lane & 3) * 2));
       if (tile_begins) first_unit = unit;
       barrier_wait(&s.full[cursor.stage], cursor.parity);
       if (at.routed()) multiply<true>(acc, s.ring[cursor.stage], warpgroup, warp, lane);
@@ -206,21 +202,11 @@ KERNEL(down, Down, THREADS, WIDE || WARPGROUPS > 2 ? 1 : 2) {
       pair_begins = at.ends_pair(), tile_begins = at.ends_tile();
       if (pair_begins) {
 #pragma unroll
-        for (int i = 0; i < 4; i++) {
-          acc[i] = round_bf16(at.routed() ? acc[i] * FP4_FACTOR : acc[i]);
-          sum[i] += acc[i];
-        }
+        for (int i = 0; i < 4; i++) acc[i] = round_bf16(at.routed() ? acc[i] * FP4_FACTOR : acc[i]);
         float* mine = sums + warp * 16 + (lane >> 2);
-        if constexpr (WIDE) {
-          if (pair_rows.x >= 0) mine[pair_rows.x * SUMS] += acc[0], mine[pair_rows.x * SUMS + 8] += acc[2];
-          if (pair_rows.y >= 0) mine[pair_rows.y * SUMS] += acc[1], mine[pair_rows.y * SUMS + 8] += acc[3];
-          sync_warp();
-        } else if (last || tile_begins) {
-          int row = (lane & 3) * 2;
-          mine[row * SUMS] = sum[0], mine[row * SUMS + 8] = sum[2];
-          mine[(row + 1) * SUMS] = sum[1], mine[(row + 1) * SUMS + 8] = sum[3];
-          sum[0] = sum[1] = sum[2] = sum[3] = 0.0f;
-        }
+        if (pair_rows.x >= 0) mine[pair_rows.x * SUMS] += acc[0], mine[pair_rows.x * SUMS + 8] += acc[2];
+        if (pair_rows.y >= 0) mine[pair_rows.y * SUMS] += acc[1], mine[pair_rows.y * SUMS + 8] += acc[3];
+        sync_warp();
         acc[0] = acc[1] = acc[2] = acc[3] = 0.0f;
       }
       if (last || tile_begins) {

@@ -1,5 +1,5 @@
-// What gate/up and down share: packed weights, products of 64 weight rows with 8 activation rows, and the even split of
-// all products over the blocks with its deterministic repair (stream-K).
+// What the products of experts share: packed weights, products of 64 weight rows with 8 activation rows, SwiGLU, and
+// the even split of all products over the blocks with its deterministic repair (stream-K).
 //
 // Packed weights (`cuda.py` packs): [expert][tile of 64 rows][piece of K][codes | scales]. The codes of a piece are
 // units of 16 rows, 512 B each: fp8 32 columns as in common.cuh; fp4 64 columns, lane l = 4 r + q holding four words:
@@ -61,7 +61,9 @@ template <int COUNT> DEVICE void load_units(uint4 (&units)[COUNT], const u8* cod
 }
 
 // Groups of 32 columns that a warp has in flight together: whole words of their scales, few registers.
-template <int GROUPS> DEVICE constexpr int batch_of() { return GROUPS % 4 == 0 ? 4 : GROUPS % 2 == 0 ? 2 : 1; }
+template <int GROUPS> DEVICE constexpr int batch_of() {
+  return GROUPS <= 6 ? GROUPS : GROUPS % 4 == 0 ? 4 : GROUPS % 2 == 0 ? 2 : 1;
+}
 
 // One batch: its weights, its products, and what scales them.
 template <bool FP4, int COLUMNS, int REAL, int COUNT> struct Batch {
@@ -71,8 +73,8 @@ template <bool FP4, int COLUMNS, int REAL, int COUNT> struct Batch {
   float d[COUNT][4];
   u32 scales[WORDS][2];
 
-  // Start the products of groups `first`.. of `piece`; `b` are the operand's codes of that piece.
-  METHOD void start(const u8* piece, const u8* b, int first, int warp, int lane) {
+  // Start the products of groups `first`.. of `piece`; `b` are the operand's codes of that piece, `descriptor` is theirs.
+  METHOD void start(const u8* piece, const u8* b, u64 descriptor, int first, int warp, int lane) {
     uint4 units[UNITS];
     load_units(units, piece + first * (FP4 ? 1024 : 2048), warp, lane);
     int row = warp * 16 + (lane >> 2);
@@ -97,7 +99,7 @@ template <bool FP4, int COLUMNS, int REAL, int COUNT> struct Batch {
 #pragma unroll
       for (int g = 0; g < COUNT; g++)
         if (first + g < REAL)
-          wgmma_e4m3(d[g], a[g][0], a[g][1], a[g][2], a[g][3], wgmma_descriptor(b + (first + g) * 256));
+          wgmma_e4m3(d[g], a[g][0], a[g][1], a[g][2], a[g][3], wgmma_further(descriptor, (first + g) * 256));
       wgmma_commit();
 #endif
     } else {
@@ -137,31 +139,38 @@ template <bool FP4, int COLUMNS, int REAL, int COUNT> struct Batch {
   }
 };
 
-// acc += NUM pieces of a stage, of which only the first REAL groups exist each (fp4 is padded to pairs of groups). While
-// the tensor cores work on a batch, the warp scales the one before. Accumulators as in mma_f16: lane 4 r + q of warp w
-// has rows 16 w + r (+ 8) and activation rows 2 q, 2 q + 1.
+// acc += NUM pieces of a stage, of which only the first REAL groups exist each (fp4 is padded to pairs of groups).
+// Accumulators as in mma_f16: lane 4 r + q of warp w has rows 16 w + r (+ 8) and activation rows 2 q, 2 q + 1.
 template <bool FP4, int COLUMNS, int REAL, int NUM>
 DEVICE void product(float (&acc)[4], const u8* stage, const u8* b, const float* b_scales, int warp, int lane) {
   typedef Piece<FP4, COLUMNS> P;
   constexpr int COUNT = batch_of<COLUMNS / 32>(), PER_PIECE = (REAL + COUNT - 1) / COUNT, BATCHES = NUM * PER_PIECE;
-  Batch<FP4, COLUMNS, REAL, COUNT> batch[2];
-#pragma unroll
-  for (int i = 0; i <= BATCHES; i++) {
-    if (i < BATCHES) {
-      int piece = i / PER_PIECE, first = i % PER_PIECE * COUNT;
-      batch[i & 1].start(stage + piece * P::BYTES, b + piece * REAL * 256, first, warp, lane);
-    }
-    if (i > 0) {
-      int before = i - 1, piece = before / PER_PIECE, first = before % PER_PIECE * COUNT;
+  u64 descriptor = 0;
 #ifdef HAS_WGMMA
-      if constexpr (USE_WGMMA) {
-        if (i < BATCHES) wgmma_wait<1>();
-        else wgmma_wait<0>();
-      }
+  // Shuffled, a value is the warp's in the eyes of the compiler: what follows from it stays in uniform registers.
+  if constexpr (USE_WGMMA) descriptor = shuffle(wgmma_descriptor(b), 0);
 #endif
-      batch[before & 1].add(acc, b_scales + piece * REAL * 8, first, lane);
-    }
+#pragma unroll
+  for (int i = 0; i < BATCHES; i++) {
+    int piece = i / PER_PIECE, first = i % PER_PIECE * COUNT, at = piece * REAL * 256;
+    Batch<FP4, COLUMNS, REAL, COUNT> batch;
+    u64 further = descriptor;
+#ifdef HAS_WGMMA
+    if constexpr (USE_WGMMA) further = wgmma_further(descriptor, at);
+#endif
+    batch.start(stage + piece * P::BYTES, b + at, further, first, warp, lane);
+#ifdef HAS_WGMMA
+    if constexpr (USE_WGMMA) wgmma_wait<0>();
+#endif
+    batch.add(acc, b_scales + piece * REAL * 8, first, lane);
   }
+}
+
+// SwiGLU of a gate and an up sum, with the route's weight; 0 where the row did not choose the expert.
+DEVICE float swiglu(float gate_sum, float up_sum, float weight) {
+  float gate = fminf(round_bf16(gate_sum), LIMIT);
+  float up = fminf(fmaxf(round_bf16(up_sum), -LIMIT), LIMIT);
+  return weight == 0.0f ? 0.0f : round_bf16(gate / (1.0f + exp_accurate(-gate)) * up * weight);
 }
 
 // ---- the split --------------------------------------------------------------------------------------------------

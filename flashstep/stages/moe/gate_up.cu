@@ -1,12 +1,11 @@
-// Gate and up products of the chosen experts and of the shared one, SwiGLU and fp8 quantization of the result; for up
-// to 8 rows the routing too. Persistent: one block per multiprocessor, one warp that copies, WARPGROUPS that multiply.
+// Gate and up products of the chosen experts and of the shared one for more than 8 rows, SwiGLU and fp8 quantization of
+// the result. Persistent: one block per multiprocessor, one warp that copies, WARPGROUPS that multiply.
 //
 // A tile is 64 weight rows for each warpgroup: 32 gate rows and the 32 up rows of the same columns, interleaved so that
 // a thread holds both (`cuda.py` packs). Its 32 columns of h are one fp8 group.
 // The shared expert's weights are known before the routing: every block starts with its part of them, copied while
 // the kernel before this one still runs.
 #include "moe/experts.cuh"
-#include "moe/route.cuh"
 
 typedef Piece<true, PIECE> RoutedPiece;
 typedef Piece<false, SHARED_PIECE> SharedPiece;
@@ -15,10 +14,9 @@ constexpr int STEPS = HIDDEN / PIECE / PIECES;  // stages of a tile
 constexpr int SHARED_STEPS = HIDDEN / SHARED_PIECE / PIECES;
 constexpr int TILES = INNER / 32 / WARPGROUPS;  // of an expert
 constexpr int OPERAND = 9 * HIDDEN;             // bytes of an operand tile
-constexpr int OPERANDS = WIDE ? 2 : 1;          // held in shared memory
+constexpr int OPERANDS = 2;                     // held in shared memory
 constexpr int SLOT_BYTES = PIECES * (RoutedPiece::BYTES > SharedPiece::BYTES ? RoutedPiece::BYTES : SharedPiece::BYTES);
 constexpr int STAGE_BYTES = WARPGROUPS * SLOT_BYTES;
-constexpr int MAX_CHOSEN = 8 * TOP_K;  // experts that up to 8 rows choose
 static_assert(STEPS * PIECES * PIECE == HIDDEN && SHARED_STEPS * PIECES * SHARED_PIECE == HIDDEN, "whole stages");
 static_assert(TILES * WARPGROUPS * 32 == INNER, "whole tiles");
 
@@ -27,13 +25,6 @@ struct Shared {
   u64 operand_full[OPERANDS], operand_empty[OPERANDS];
   float amax[WARPGROUPS][2][4][8];  // of h, by warp and row; used alternately
   int flag[WARPGROUPS];
-  int pairs;
-  // Routing of up to 8 rows.
-  alignas(16) int chosen[64];      // row * TOP_K + place, -1: none
-  alignas(16) int first[64];       // the expert, where it is named first
-  float chosen_weights[64];
-  int experts[64];                 // distinct, ascending
-  float weights[64][8];            // [distinct expert][row], 0: the row did not choose it
   alignas(128) u8 operands[OPERANDS][OPERAND];
   alignas(128) u8 ring[STAGES][STAGE_BYTES];
 };
@@ -57,41 +48,7 @@ struct Work {
   }
 };
 
-DEVICE int shared_pairs(const GateUp& p) { return WIDE ? (p.rows + 7) / 8 : 1; }
-
-// ---- routing of up to 8 rows ------------------------------------------------------------------------------------
-
-// Distinct experts of s.chosen, ascending, and each row's weight for them. The first two warps do it, the others meet.
-DEVICE void collect(Shared& s, int tid) {
-  for (int i = tid; i < 64 * 8; i += blockDim.x) (&s.weights[0][0])[i] = 0.0f;
-  int expert = tid < 64 ? s.chosen[tid] : -1;
-  if (tid < 64) {
-    bool first = expert >= 0;
-#pragma unroll 4
-    for (int j = 0; j < MAX_CHOSEN; j += 4) {
-      int4 other = *(const int4*)&s.chosen[j];
-      first &= !((other.x == expert && j < tid) || (other.y == expert && j + 1 < tid) ||
-                 (other.z == expert && j + 2 < tid) || (other.w == expert && j + 3 < tid));
-    }
-    s.first[tid] = first ? expert : 0x7FFFFFFF;
-  }
-  sync_block();
-  if (tid < 64) {
-    int rank = 0, distinct = 0;
-#pragma unroll 4
-    for (int j = 0; j < MAX_CHOSEN; j += 4) {
-      int4 other = *(const int4*)&s.first[j];
-      rank += (other.x < expert) + (other.y < expert) + (other.z < expert) + (other.w < expert);
-      distinct += (other.x != 0x7FFFFFFF) + (other.y != 0x7FFFFFFF) + (other.z != 0x7FFFFFFF) + (other.w != 0x7FFFFFFF);
-    }
-    if (expert >= 0) {
-      s.experts[rank] = expert;
-      s.weights[rank][tid / TOP_K] = s.chosen_weights[tid];
-    }
-    if (tid == 0) s.pairs = distinct;
-  }
-  sync_block();
-}
+DEVICE int shared_pairs(const GateUp& p) { return (p.rows + 7) / 8; }
 
 // ---- the copying warp -------------------------------------------------------------------------------------------
 
@@ -117,7 +74,7 @@ struct Producer {
       const u8* piece = from + (i64)(((tile % TILES) * WARPGROUPS + wg) * N + step) * BYTES;
       u8* to = s.ring[cursor.stage] + wg * SLOT_BYTES;
       // Every row tile reads the shared weights again: those stay in L2 as far as they can.
-      if (FP4 || !WIDE) bulk_copy(to, piece, BYTES, &s.full[cursor.stage], policy);
+      if (FP4) bulk_copy(to, piece, BYTES, &s.full[cursor.stage], policy);
       else bulk_copy(to, piece, BYTES, &s.full[cursor.stage]);
     }
     cursor.advance();
@@ -129,16 +86,12 @@ struct Producer {
     int next = FP4 ? shared_pairs + routed_pair : routed_pair;
     if (next == pair) return;
     pair = next;
-    if constexpr (WIDE) {
-      if (FP4) expert = load_l2(p.list + 4 + routed_pair);
-      ++operand;
-      int buffer = operand & 1;
-      barrier_wait(&s.operand_empty[buffer], ((operand >> 1) & 1) ^ 1);
-      barrier_expect(&s.operand_full[buffer], OPERAND);
-      bulk_copy(s.operands[buffer], p.x_codes + (i64)pair * OPERAND, OPERAND, &s.operand_full[buffer]);
-    } else if (FP4) {
-      expert = s.experts[routed_pair];
-    }
+    if (FP4) expert = load_l2(p.list + 4 + routed_pair);
+    ++operand;
+    int buffer = operand & 1;
+    barrier_wait(&s.operand_empty[buffer], ((operand >> 1) & 1) ^ 1);
+    barrier_expect(&s.operand_full[buffer], OPERAND);
+    bulk_copy(s.operands[buffer], p.operands + (i64)pair * OPERAND, OPERAND, &s.operand_full[buffer]);
   }
 };
 
@@ -154,7 +107,7 @@ struct Consumer {
   int finished = 0;
 
   METHOD void release_operand() {
-    if (WIDE && operand >= 0) {
+    if (operand >= 0) {
       sync_warp();
       if (lane == 0) barrier_arrive(&s.operand_empty[operand & 1]);
     }
@@ -167,15 +120,13 @@ struct Consumer {
     int tile = range.begin / N, step = range.begin % N, first = step;
     float acc[4] = {0.0f, 0.0f, 0.0f, 0.0f};
     for (int unit = range.begin; unit < range.end; unit++) {
-      if constexpr (WIDE) {
-        int next = tile / TILES + (FP4 ? work.shared_pairs : 0);
-        if (next != pair) {
-          release_operand();
-          pair = next, ++operand;
-          barrier_wait(&s.operand_full[operand & 1], (operand >> 1) & 1);
-        }
+      int next = tile / TILES + (FP4 ? work.shared_pairs : 0);
+      if (next != pair) {
+        release_operand();
+        pair = next, ++operand;
+        barrier_wait(&s.operand_full[operand & 1], (operand >> 1) & 1);
       }
-      const u8* rows = s.operands[WIDE ? operand & 1 : 0];
+      const u8* rows = s.operands[operand & 1];
       const u8* codes = rows + step * (PIECES * COLUMNS * 8);
       const float* scales = (const float*)(rows + 8 * HIDDEN) + step * (PIECES * COLUMNS / 4);
       barrier_wait(&s.full[cursor.stage], cursor.parity);
@@ -220,18 +171,10 @@ struct Consumer {
     int h_pair = tile / TILES + (FP4 ? work.shared_pairs : 0), group = (tile % TILES) * WARPGROUPS + warpgroup;
     int row = (lane & 3) * 2;  // and row + 1
     float2 weight = make_float2(1.0f, 1.0f);
-    if constexpr (FP4) {
-      if constexpr (WIDE) weight = load_l2((const float2*)(p.pair_weights + h_pair * 8 + row));
-      else weight = *(const float2*)&s.weights[tile / TILES][row];
-    }
+    if constexpr (FP4) weight = load_l2((const float2*)(p.pair_weights + h_pair * 8 + row));
     float h[2];
 #pragma unroll
-    for (int i = 0; i < 2; i++) {
-      float gate = fminf(round_bf16(acc[i] * FACTOR), LIMIT);
-      float up = fminf(fmaxf(round_bf16(acc[2 + i] * FACTOR), -LIMIT), LIMIT);
-      float w = i ? weight.y : weight.x;
-      h[i] = w == 0.0f ? 0.0f : round_bf16(gate / (1.0f + exp_accurate(-gate)) * up * w);
-    }
+    for (int i = 0; i < 2; i++) h[i] = swiglu(acc[i] * FACTOR, acc[2 + i] * FACTOR, i ? weight.y : weight.x);
     float amax[2] = {fabsf(h[0]), fabsf(h[1])};
 #pragma unroll
     for (int m = 4; m < 32; m <<= 1) {
@@ -257,7 +200,7 @@ struct Consumer {
   }
 };
 
-KERNEL(gate_up, GateUp, THREADS, WIDE || WARPGROUPS > 2 ? 1 : 2) {
+KERNEL(gate_up, GateUp, THREADS, 1) {
   Shared& s = *(Shared*)shared_memory();
   int tid = threadIdx.x, warp = warp_id(), lane = lane_id();
   bool copies = warp == WARPGROUPS * 4 && lane == 0;
@@ -279,46 +222,9 @@ KERNEL(gate_up, GateUp, THREADS, WIDE || WARPGROUPS > 2 ? 1 : 2) {
   const int ahead = min(early.end - early.begin, STAGES);
   if (copies)
     for (int i = 0; i < ahead; i++) producer.weights<false>(early.begin + i);
-  int pairs;
-  if constexpr (WIDE) {
-    wait_for_dependencies();
-    pairs = load_l2(p.list);
-    if (tid == 0) launch_dependents();
-  } else {
-    float bias[PER_LANE];
-    if (warp < 8) load_lane(bias, p.bias, lane);
-    wait_for_dependencies();
-    if (copies) {
-      barrier_expect(&s.operand_full[0], 8 * HIDDEN);
-      bulk_copy(s.operands[0], p.x_codes, 8 * HIDDEN, &s.operand_full[0]);
-    }
-    if (tid < CONSUMERS) {
-      float* scales = (float*)(s.operands[0] + 8 * HIDDEN);
-      for (int i = tid; i < HIDDEN / 16; i += CONSUMERS) {  // four codes each
-        u32 codes = load_l2((const u32*)p.x_scales + i);
-        *(float4*)(scales + 4 * i) = make_float4(ue8m0_to_f32(codes & 255u), ue8m0_to_f32((codes >> 8) & 255u),
-                                                 ue8m0_to_f32((codes >> 16) & 255u), ue8m0_to_f32(codes >> 24));
-      }
-      for (int row = warp; row < 8; row += WARPGROUPS * 4) {
-        bool active = row < p.rows && load_l2(p.row_slot + row) >= 0;
-        route_row(p.logits + row * EXPERTS, bias, active, s.chosen + row * TOP_K, s.chosen_weights + row * TOP_K);
-      }
-      for (int i = MAX_CHOSEN + tid; i < 64; i += CONSUMERS) s.chosen[i] = -1;
-    }
-    sync_block();
-    collect(s, tid);
-    pairs = s.pairs;
-    // Down reads the list before this kernel ends: no block lets it start before block 0 has written it.
-    if (warp == 0) {
-      if (blockIdx.x == 0) {
-        if (lane == 0) p.list[0] = pairs;
-        for (int i = lane; i < pairs; i += 32) p.list[4 + i] = s.experts[i];
-        fence_device();
-        sync_warp();
-      }
-      if (lane == 0) launch_dependents();
-    }
-  }
+  wait_for_dependencies();
+  int pairs = load_l2(p.list);
+  if (tid == 0) launch_dependents();
   const Work work(shared, pairs, gridDim.x);
   if (copies) {
     Range range = work.range<true>(blockIdx.x);
@@ -333,7 +239,6 @@ KERNEL(gate_up, GateUp, THREADS, WIDE || WARPGROUPS > 2 ? 1 : 2) {
     }
   } else if (tid < CONSUMERS) {
     Consumer consumer{p, s, work, {}, warp >> 2, warp & 3, lane};
-    if constexpr (!WIDE) barrier_wait(&s.operand_full[0], 0);
     consumer.run<false>();
     consumer.run<true>();
   }

@@ -12,9 +12,7 @@ KERNEL(route, Route, 256, 1) {
   float bias[PER_LANE];
   load_lane(bias, p.bias, lane);
   wait_for_dependencies();
-  if (row < p.rows)
-    route_row(p.logits + row * EXPERTS, bias, load_l2(p.row_slot + row) >= 0, p.chosen + row * TOP_K,
-              p.chosen_weights + row * TOP_K);
+  if (row < p.rows) route_row(p.scores, row, p.row_slot, bias, p.chosen, p.chosen_weights);
 }
 
 struct Shared {

@@ -1,4 +1,4 @@
-// The router's choice for one row: section 8 of docs/model.md, in float32.
+// The router's choice: section 8 of docs/model.md, in float32.
 #pragma once
 #include "common.cuh"
 
@@ -20,58 +20,47 @@ DEVICE void load_lane(float (&values)[PER_LANE], const float* row, int lane) {
   }
 }
 
-// sqrt(log(1 + e^x)); the logarithm of 1 + t by its series in t / (2 + t) <= 1 / 3, to float32 accuracy for every t.
-DEVICE float sqrt_softplus(float x) {
-  float t = exp_accurate(-fabsf(x)), z = t / (2.0f + t), y = z * z;
-  float series = 1.0f / 15.0f;
-  series = fmaf(series, y, 1.0f / 13.0f);
-  series = fmaf(series, y, 1.0f / 11.0f);
-  series = fmaf(series, y, 1.0f / 9.0f);
-  series = fmaf(series, y, 1.0f / 7.0f);
-  series = fmaf(series, y, 1.0f / 5.0f);
-  series = fmaf(series, y, 1.0f / 3.0f);
-  series = fmaf(series, y, 1.0f);
-  return sqrtf(fmaxf(x, 0.0f) + 2.0f * z * series);
-}
-
-// A warp chooses for one row; lanes 0..TOP_K - 1 write. An inactive row chooses -1 with weight 0.
-DEVICE void route_row(const float* logits, const float (&bias)[PER_LANE], bool active, int* experts, float* weights) {
+// A warp chooses for `row` of `scores` [rows][EXPERTS]: places row * TOP_K .. of `experts` and `weights`. An inactive row
+// (its slot is below 0; null: there is no such row) chooses -1 with weight 0.
+DEVICE void route_row(const float* scores, int row, const i32* row_slot, const float (&bias)[PER_LANE], int* experts,
+                      float* weights) {
   int lane = lane_id();
+  float score[PER_LANE], sum = 0.0f, chosen = 0.0f;
+  u32 key[PER_LANE];  // orders as the biased score does; 0 is below every expert's
+  bool active = false;
+  if (row_slot) {
+    load_lane(score, scores + row * EXPERTS, lane);
+    active = load_l2(row_slot + row) >= 0;
+  }
   if (!active) {
-    if (lane < TOP_K) experts[lane] = -1, weights[lane] = 0.0f;
+    if (lane < TOP_K) experts[row * TOP_K + lane] = -1, weights[row * TOP_K + lane] = 0.0f;
     return;
   }
-  float score[PER_LANE];
-  u32 key[PER_LANE];  // orders as the biased score does; 0 is below every expert's
-  load_lane(score, logits, lane);
 #pragma unroll
   for (int i = 0; i < PER_LANE; i++) {
-    score[i] = sqrt_softplus(score[i]);
     // fmaxf also turns a NaN into the lowest score: the indices stay those of experts.
     u32 bits = as_bits(fmaxf(score[i] + bias[i], -2.0e38f));
     key[i] = lane * PER_LANE + i < EXPERTS ? bits ^ ((bits >> 31) ? 0xFFFFFFFFu : 0x80000000u) : 0u;
   }
-  int mine = 0;
-  float my_score = 0.0f, sum = 0.0f;
 #pragma unroll
   for (int k = 0; k < TOP_K; k++) {
     u32 best = key[0];
 #pragma unroll
     for (int i = 1; i < PER_LANE; i++) best = max(best, key[i]);
     u32 highest = warp_max_u32(best);
-    int owner = lowest_bit(ballot(best == highest));
-    int place = 0;
-    float best_score = 0.0f;
+    int owner = lowest_bit(ballot(best == highest)), place = 0;
+    float value = 0.0f;
+    bool found = lane != owner;
 #pragma unroll
-    for (int i = PER_LANE - 1; i >= 0; i--)
-      if (key[i] == highest) place = i, best_score = score[i];
-#pragma unroll
-    for (int i = 0; i < PER_LANE; i++)
-      if (lane == owner && i == place) key[i] = 0u;
-    int chosen = shuffle(place, owner);
-    float chosen_score = shuffle(best_score, owner);
-    sum += chosen_score;
-    if (lane == k) mine = owner * PER_LANE + chosen, my_score = chosen_score;
+    for (int i = 0; i < PER_LANE; i++) {
+      bool here = !found && key[i] == highest;
+      if (here) place = i, value = score[i], key[i] = 0u;
+      found |= here;
+    }
+    value = shuffle(value, owner);
+    sum += value;
+    if (lane == k) chosen = value;
+    if (lane == owner) experts[row * TOP_K + k] = owner * PER_LANE + place;
   }
-  if (lane < TOP_K) experts[lane] = mine, weights[lane] = my_score / (sum + 1e-20f) * SCALING;
+  if (lane < TOP_K) weights[row * TOP_K + lane] = chosen / (sum + 1e-20f) * SCALING;
 }

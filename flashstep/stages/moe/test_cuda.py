@@ -66,6 +66,7 @@ class Case:
     blocks: int | None = None
     peers: int = 1
     seed: int = 0
+    few: Tuning | None = None
     gate_up: Tuning | None = None
     down: Tuning | None = None
 
@@ -101,12 +102,14 @@ class Case:
         blocks = self.blocks or cuda.num_blocks(self.device)
         tuning = {"gate_up": self.gate_up, "down": self.down}
         sizes = cuda.scratch_sizes(self.shape, self.rows, blocks, **tuning)
+        scores = torch.nn.functional.softplus(self.logits.double()).sqrt().float()
         self.scratch = {
             name: torch.empty(size, dtype=dtype, device=self.device) for name, (size, dtype) in sizes.items()
         }
         for tensor in self.scratch.values():
             tensor.view(torch.uint8).fill_(0xFF)  # NaN, -1
-        self.scratch["arrivals"].zero_()
+        for name in self.marks():
+            self.scratch[name].zero_()
         self.out = [torch.full((self.rows, self.shape.hidden), math.nan, device=self.device) for _ in range(self.peers)]
         codes, scales = fragments(self.x)
         return cuda.experts(
@@ -115,7 +118,7 @@ class Case:
             self.rows,
             weights=weights,
             bias=self.on(self.bias),
-            logits=self.on(self.logits),
+            scores=self.on(scores),
             row_slot=self.on(self.slot),
             x_codes=self.on(codes),
             x_scales=self.on(scales),
@@ -123,13 +126,19 @@ class Case:
             out=self.out,
             blocks=blocks,
             wgmma=self.wgmma,
+            few=self.few,
             **tuning,
         )
+
+    def marks(self) -> tuple[str, ...]:
+        """Scratch that starts as zeros and is left so."""
+        return cuda.ZEROS if self.rows <= 8 else ("arrivals",)
 
     def run(self) -> Tensor:
         for launch in self.prepare():
             launch()
-        assert not self.scratch["arrivals"].any(), "counters must be ready for the next launch"
+        for name in self.marks():
+            assert not self.scratch[name].view(torch.int32).any(), f"{name} must be ready for the next launch"
         for other in self.out[1:]:
             assert torch.equal(other, self.out[0])
         return self.out[0].cpu()
@@ -184,7 +193,7 @@ class Case:
             assert not h[[p for p in range(8) if p not in places]].any()
             product = h[places] @ down.T
             expected.index_add_(0, torch.tensor(real, dtype=torch.int64), product.bfloat16().double())
-            rounding.index_add_(0, torch.tensor(real, dtype=torch.int64), product.abs() * 2.0**-8)
+            rounding.index_add_(0, torch.tensor(real, dtype=torch.int64), product.abs() * 2.0**-7)
             magnitude.index_add_(0, torch.tensor(real, dtype=torch.int64), h[places].abs() @ down.abs().T)
             if named is not None:
                 seen |= {(real[i], expert) for i in range(len(real)) if named[i].any()}
@@ -204,15 +213,21 @@ class Case:
     def decode_h(self, pair: int, routed: bool) -> Tensor:
         """h of a pair [8, inner] float64 from its operand tile."""
         inner = self.shape.inner
-        tile = self.scratch["h"][pair].cpu()
-        codes = tile[: 8 * inner].view(torch.float8_e4m3fn).double().view(-1, 8, 16).transpose(0, 1).flatten(1)
-        scales = tile[8 * inner :].view(torch.float32).double().view(-1, 8).T
-        h: Tensor = codes * scales.repeat_interleave(32, 1)
+        columns = inner if self.rows > 8 else cuda.h_unit_columns(self.shape, routed)
+        parts = []
+        for unit in self.scratch["h"][pair].cpu().view(-1, 9 * columns):
+            codes = unit[: 8 * columns].view(torch.float8_e4m3fn).double().view(-1, 8, 16).transpose(0, 1).flatten(1)
+            scales = unit[8 * columns :].clone().view(torch.float32).double().view(-1, 8).T
+            parts.append(codes * scales.repeat_interleave(32, 1))
+        h = torch.cat(parts, 1)
         assert h.isfinite().all()
         return h
 
     def check_h(self, h: Tensor, x: Tensor, w1: Tensor, w3: Tensor, weight: Tensor | None, pair: int) -> None:
-        """h against the reference's formula: a rounding of g or u to bf16 may flip, which moves h by one fp8 step."""
+        """h against the reference's formula: a rounding of g or u to bf16 may flip, which moves h by one fp8 step.
+
+        What wgmma on hardware loses below the largest product of a group moves g and u, and h with them.
+        """
         gate, up = (x @ w1.T).bfloat16().double(), (x @ w3.T).bfloat16().double()
         limit = self.shape.limit
         wanted = torch.nn.functional.silu(gate.clamp(max=limit)) * up.clamp(-limit, limit)
@@ -222,6 +237,10 @@ class Case:
         most = wanted.unflatten(1, (-1, 32)).abs().amax(-1).repeat_interleave(32, 1)
         # Of an fp8 number 2^-3 of itself, or its subnormal step, at a scale that may be twice as large.
         step = torch.maximum(wanted.abs(), h.abs()) / 8 + most / 448 / 2**8
+        if self.wgmma and not jit.emulated(self.device):
+            lost_gate, lost_up = (2.0**-12 * (x.abs() @ w.abs().T) for w in (w1, w3))
+            scale = 1.0 if weight is None else weight[:, None]
+            step += scale * (1.1 * lost_gate * (up.abs() + lost_up) + (gate.abs() + lost_gate) * lost_up)
         worst = (h - wanted).abs() / (step + 1e-300)
         assert worst.max() <= 1, f"pair {pair}: {worst.max()} steps at {divmod(int(worst.argmax()), h.shape[1])}"
         assert (h != wanted).double().mean() < 0.03, f"pair {pair}: {(h != wanted).double().mean()} of h differ"
@@ -411,7 +430,10 @@ def test_experts_of_the_tiny_model(device, wgmma, rows):
         (DRAFT, 5, {}),
         (Shape(128, 288, 4, 2, 2.0), 7, {}),  # three warpgroups, one padded piece of K
         (Shape(128, 288, 4, 2, 2.0), 10, {}),
-        (Shape(512, 576, 3, 2, 1.5), 3, {"gate_up": Tuning(2, 3, 2), "down": Tuning(4, 2, 3)}),
+        (Shape(512, 576, 3, 2, 1.5), 3, {"few": Tuning(2, 3, 2)}),
+        (Shape(512, 576, 3, 2, 1.5), 2, {"few": Tuning(4, 5, 1)}),
+        (Shape(512, 1152, 2, 1, 1.5), 3, {}),  # TP2 of the released model's inner: two steps of K in a pair of down
+        (Shape(512, 576, 3, 2, 1.5), 9, {"gate_up": Tuning(2, 3, 2), "down": Tuning(4, 2, 3)}),
         (Shape(192, 96, 5, 3, 1.5), 9, {"gate_up": Tuning(1, 2, 1), "down": Tuning(3, 2, 1)}),
     ],
 )
@@ -419,9 +441,8 @@ def test_experts_of_other_shapes(device, wgmma, shape, rows, tuning):
     Case(device, shape, rows, wgmma=wgmma, **tuning).check()
 
 
-@pytest.mark.parametrize("blocks", [1, 2, 7, 40])
-@pytest.mark.parametrize("rows", [6, 12])
-def test_any_number_of_blocks(device, blocks, rows):
+@pytest.mark.parametrize(("rows", "blocks"), [(6, 1), (6, 2), (6, 7), (6, 16), (12, 1), (12, 7), (12, 40)])
+def test_any_number_of_blocks(device, rows, blocks):
     Case(device, TINY, rows, blocks=blocks).check()
 
 
@@ -448,7 +469,7 @@ def test_two_runs_give_equal_bits_over_other_rubbish(device, rows):
     first = case.run().clone()
     launches = case.prepare()
     for name, tensor in case.scratch.items():
-        if name != "arrivals":
+        if name not in case.marks():
             tensor.view(torch.uint8).fill_(0x5A)
     for _ in range(2):  # the second time over what the first has left
         case.out[0].fill_(math.nan)
@@ -467,7 +488,7 @@ def test_refusals(device):
             193,
             weights=None,
             bias=None,
-            logits=None,
+            scores=None,
             row_slot=None,
             x_codes=None,
             x_scales=None,
