@@ -4,7 +4,12 @@
 
 Runs the bundled model for a few steps under each tool: two requests, one greedy and one that samples with filters, with
 drafts. Needs a GPU and compute-sanitizer, which comes with the CUDA toolkit. Ends with status 1 where a tool reports
-anything or does not come to its end.
+anything of our kernels or does not come to its end. Calls of the driver that fail are not reported: torch probes with
+some, and ours raise by themselves.
+
+racecheck knows of an mbarrier's arrival only what the arriving thread wrote. Where the lanes of a warp write, meet in
+sync_warp, and one of them arrives for all, it reports a race; the memory model has none there (the meeting orders the
+lanes' writes before the arrival, the arrival orders them before what waits for it).
 """
 
 from __future__ import annotations
@@ -21,8 +26,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROWS = 12  # two requests of six
-_FINDING = re.compile(r"=========\s+(Invalid .*|Misaligned .*|(?:Error|Warning|Info): .*|Program hit .*)")
-_PLACE = re.compile(r"=========.*?\bat (?:void )?(\w+)(?:\([^)]*\))?\+0x[0-9a-f]+(?: in ([^ ]+))?")
+_FINDING = re.compile(r"=========\s+(Invalid .*|Misaligned .*|(?:Error|Warning|Info): .*)")
+_PLACE = re.compile(r"=========.*?\bat (?:void )?([\w:]+)(?:[<(].*?)?\+0x[0-9a-f]+(?: in ([^ ]+))?")
 _SUMMARY = re.compile(r"========= ((?:ERROR|RACECHECK) SUMMARY: .*)")
 
 
@@ -53,7 +58,8 @@ def main() -> int:
         started = time.monotonic()
         log, ended = _run(tool, command, args.timeout)
         found = findings(log)
-        failed |= bool(found) or not ended
+        # Ours are C functions; what the libraries' kernels do is shown, and theirs to judge.
+        failed |= any("::" not in finding.kernel for finding in found) or not ended
         summary = _SUMMARY.findall(log)
         record[tool] = {
             "ended": ended,
@@ -76,7 +82,7 @@ def _run(tool: str, command: list[str], timeout_s: float) -> tuple[str, bool]:
     sanitizer = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
     try:
         done = subprocess.run(
-            [sanitizer, "--tool", tool, "--print-limit", "1000", *command],
+            [sanitizer, "--tool", tool, "--report-api-errors", "no", "--print-limit", "1000", *command],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -100,7 +106,7 @@ def findings(log: str) -> Counter[Finding]:
         if report := _FINDING.search(line):
             what = report[1]
         if what and (place := _PLACE.search(line)):
-            text = re.sub(r" at (?:void )?\w+(?:\([^)]*\))?\+0x[0-9a-f]+.*", "", what)
+            text = re.sub(r" at (?:void )?[\w:]+(?:[<(].*?)?\+0x[0-9a-f]+.*", "", what)
             found[Finding(place[1], (place[2] or "").rpartition("/")[2], text)] += 1
             what = ""
     return found

@@ -11,7 +11,8 @@ from flashstep import doctor
 from flashstep.config import ModelConfig
 from flashstep.loading import BUNDLED_MODEL
 from flashstep.specialized import loading
-from flashstep.specialized.loading import Need, check_memory, load_specialized
+from flashstep.specialized.loading import load_specialized
+from flashstep.specialized.memory import Need, check_memory
 
 GPU, CPU = torch.device("cuda"), torch.device("cpu")
 CONFIG = ModelConfig.from_file(BUNDLED_MODEL)

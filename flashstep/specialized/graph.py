@@ -59,8 +59,8 @@ class GraphDecoder:
         self.max_requests = min(PLACES[-1], self._plan.max_rows // per_request)
         self._ring = accept.Ring.allocate(_RING_STEPS, self.max_requests, config.dspark_block_size, model.device)
         self._threshold = torch.full((1,), confidence_threshold, device=model.device)
-        self._buckets: dict[tuple[int, bool], Bucket] = {}
-        self._filtered: set[int] = set()  # slots that ask for top-k, top-p or min-p
+        self._buckets: dict[tuple[int, int], Bucket] = {}
+        self._levels = [0] * slots  # of each slot's filters (`accept.cuda.levels_of`)
         self.current: Bucket | None = None
         self._count = 0
         self._launched = 0
@@ -68,7 +68,7 @@ class GraphDecoder:
 
     def load(self, request: Request) -> None:
         """Bring a request's state to its slot on the device; it starts without drafts."""
-        (self._filtered.add if request.params.filters else self._filtered.discard)(request.slot)
+        self._levels[request.slot] = accept.levels_of(request.params)
         self.slots.load(
             request.slot,
             position=request.computed,
@@ -82,7 +82,7 @@ class GraphDecoder:
     def set_batch(self, slots: Sequence[int]) -> None:
         """Which slots the coming steps serve."""
         places = next(size for size in PLACES if size >= len(slots))
-        self.current = self.bucket(min(places, self.max_requests), filters=not self._filtered.isdisjoint(slots))
+        self.current = self.bucket(min(places, self.max_requests), levels=max(self._levels[slot] for slot in slots))
         empty = self.current.batch.places - len(slots)
         upload([*slots, *[-1] * empty], self.current.batch.batch_slot)
         self._count = len(slots)
@@ -104,28 +104,30 @@ class GraphDecoder:
                 raise RuntimeError(f"step {step} was not reported within {_STUCK_S:g} s of being waited for")
         return [Record(record.tokens, record.drafted, record.accepted, failed=record.failed) for record in found]
 
-    def bucket(self, places: int, *, filters: bool) -> Bucket:
-        """The bucket of `places` requests, made at its first use; filters: as of `accept.cuda.accept`."""
-        if (places, filters) not in self._buckets:
+    def bucket(self, places: int, *, levels: int) -> Bucket:
+        """The bucket of `places` requests, made at its first use; levels: as of `accept.cuda.accept`."""
+        if (places, levels) not in self._buckets:
             config = self._model.config
             batch = accept.Batch.allocate(places, 1 + self._drafts, config.dspark_block_size, self._model.device)
-            chain = Chain(self.launches(batch, filters=filters), self._model.device)
-            self._buckets[places, filters] = Bucket(batch, chain)
-        return self._buckets[places, filters]
+            chain = Chain(self.launches(batch, levels=levels), self._model.device)
+            self._buckets[places, levels] = Bucket(batch, chain)
+        return self._buckets[places, levels]
 
-    def launches(self, batch: accept.Batch, *, filters: bool) -> list[Launch]:
+    def launches(self, batch: accept.Batch, *, levels: int) -> list[Launch]:
         """The whole step: rows, backbone, acceptance, and the draft of the next block."""
         config, plan, weights = self._model.config, self._plan, self._model.weights
         length, block = self._state.max_model_len, config.dspark_block_size
         rows = RowInputs(batch.row_token, batch.row_position, batch.row_slot)
         count, places = rows.count, batch.places
         # Vocabulary shards of a looped-back world are alike: acceptance sees its own shard as the whole.
-        work = accept.Workspace.allocate(places, batch.rows_per_request, block, 1, self._model.device, filters=filters)
+        work = accept.Workspace.allocate(
+            places, batch.rows_per_request, block, 1, self._model.device, filters=levels > 0
+        )
         launches = accept.begin(self.slots, batch, max_model_len=length)
         launches += plan.forward(rows, with_taps=self._drafts > 0)
         launches += plan.logits(count)
         logits = plan.logit_rows(count)
-        launches += accept.accept(self.slots, batch, work, logits, block_rule=self._rule == "block", filters=filters)
+        launches += accept.accept(self.slots, batch, work, logits, block_rule=self._rule == "block", levels=levels)
         launches += accept.commit(
             self.slots,
             batch,

@@ -113,7 +113,7 @@ class Plan:
             else None
         )
         carried = [layer.engram for layer in weights.layers if layer.engram is not None]
-        whole = any(carrier.table.whole for carrier in carried)
+        whole = any(carrier.whole_table for carrier in carried)
         self._hash = engram.Hash.of(config, weights.rank, weights.world, self.device, whole=whole) if carried else None
         self._blocks = moe.num_blocks(self.device)
         # So that no buffer has to grow: the largest chains first.
@@ -375,8 +375,8 @@ class Plan:
             token_map=self._token_map,
             history=self.state.history,
             hash=self._hash,
-            tables=[carrier.table.codes for _, carrier in found],
-            table_scales=[carrier.table.scales for _, carrier in found],
+            tables=[carrier.table for _, carrier in found],
+            table_scales=[carrier.table_scale for _, carrier in found],
             codes=[x.codes for x in fragments],
             scales=[x.scales for x in fragments],
         )

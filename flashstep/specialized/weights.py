@@ -106,7 +106,9 @@ class Engram:
     wkv: PackedWeight
     q_weight: Tensor
     k_weight: Tensor
-    table: Table
+    table: Tensor  # where `engram.tables` placed it
+    table_scale: Tensor
+    whole_table: bool  # the rows of all ranks; else those of this one
 
 
 @dataclass(frozen=True)
@@ -237,7 +239,7 @@ def _layer(config: ModelConfig, source: Source, number: int, world: int) -> Laye
             source.product(name + "wkv"),
             source.plain(name + "q_weight"),
             source.plain(name + "k_weight"),
-            source.engram_table(number),
+            *source.engram_table(number),
         )
     return Layer(block, compressor, index_query, engram)
 

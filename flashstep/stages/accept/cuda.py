@@ -29,7 +29,6 @@ _MOST_CLUSTER = 8  # blocks of a row of logits
 _MOST_TOKENS = 1 << 14  # of a block: what the masses of a histogram have room for (`filter.cu`)
 _MOST_RACE_BLOCKS = 32  # blocks that draw one token: a record for each lane of a warp
 RULE_CODES: dict[Rule, int] = {rule: code for code, rule in enumerate(RULES)}
-LEVELS = 8  # of the search for where top-k and top-p end: enough for any logits (`filter.cu`)
 _BINS = 256  # of a histogram of that search
 _PROGRESS_WORDS = 34  # of a row between the launches of that search
 FILTER_SHARED = 2 * 3 * _BINS * 4 + 512  # bytes: histograms of three words a bin for both searches, and small change
@@ -302,7 +301,7 @@ class Workspace:
     def allocate(
         cls, places: int, rows_per_request: int, block: int, world: int, device: torch.device, *, filters: bool = True
     ) -> Workspace:
-        """Buffers of a bucket; filters: as of `accept`."""
+        """Buffers of a bucket; filters: whether `accept` gets levels."""
 
         def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
@@ -365,6 +364,13 @@ def record_words(block: int) -> int:
 
 
 # ---- launches -------------------------------------------------------------------------------------------------------
+
+
+def levels_of(params: SamplingParams) -> int:
+    """Levels of the search for where the filters of a request end, enough for any logits (`filter.cu`); 0: none."""
+    if not params.filters:
+        return 0
+    return {0: 1, 1: 5, 2: 8}[(params.top_k > 0) + (params.top_p < 1)]
 
 
 def cluster_of(rows: int, vocab_local: int) -> int:
@@ -443,15 +449,15 @@ def accept(
     rank: int = 0,
     peers: Sequence[Workspace] = (),
     block_rule: bool,
-    filters: bool = True,
+    levels: int,
 ) -> list[jit.Launch]:
     """Decide over the drafts of every request and race for its new token.
 
     logits: [R, vocab_local] f32 of this rank's shard, tokens rank * vocab_local on; the world is that of `work`.
     peers: every rank's workspace, in order; records go to slab `rank` of each. Empty: this one alone (world 1), or,
     in a larger world, looped back into every slab. All ranks' records must have arrived before the next launch.
-    block_rule: whether a slot may ask for block verification, which takes one launch more. filters: whether one may
-    ask for top-k, top-p or min-p, which takes LEVELS + 1 more, and a workspace for them.
+    block_rule: whether a slot may ask for block verification, which takes one launch more. levels: the most that
+    `levels_of` gives for a slot; if any, they take one launch each and one more, and a workspace for them.
 
     Requests with non-finite logits are marked failed. Raises ValueError for shapes.
     """
@@ -461,8 +467,8 @@ def accept(
             f"logits: found {list(logits.shape)}, workspace of {work.rows.shape[1]} rows, "
             f"wanted {[batch.row_slot.shape[0], vocab]}"
         )
-    if filters and not work.progress.numel():
-        raise ValueError("filters: the workspace was allocated without")
+    if levels and not work.progress.numel():
+        raise ValueError("levels: the workspace was allocated without filters")
     rows = logits.shape[0]
     made = constants(vocab, state.block, world, rows=rows, places=batch.places)
     module, cluster = _module(ACCEPT, logits.device, **made), cluster_of(rows, vocab)
@@ -499,9 +505,9 @@ def accept(
             **fields,
         )
     ]
-    if filters:
+    if levels:
         filtering = _module(FILTER, logits.device, **{**made, "BLOCK": 1, "RACE_BLOCKS": 1})  # it knows neither
-        launches += _filters(filtering, state, batch, work, logits, rank, slabs("rows"), slabs("histograms"))
+        launches += _filters(filtering, state, batch, work, logits, rank, levels, slabs("rows"), slabs("histograms"))
     if block_rule and state.block > 1:
         grid = batch.places * (state.block - 1) * cluster
         launches.append(
@@ -521,6 +527,7 @@ def _filters(
     work: Workspace,
     logits: Tensor,
     rank: int,
+    levels: int,
     rows_out: list[Tensor],
     histograms_out: list[Tensor],
 ) -> list[jit.Launch]:
@@ -528,10 +535,10 @@ def _filters(
     rows, vocab = logits.shape
     cluster = cluster_of(rows, vocab)
     launches = []
-    for level in range(LEVELS + 1):
+    for level in range(levels + 1):
         launches.append(
             module.launch(
-                "narrow" if level < LEVELS else "cut",
+                "narrow" if level < levels else "cut",
                 grid=rows * cluster,
                 block=THREADS,
                 cluster=cluster,

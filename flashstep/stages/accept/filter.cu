@@ -1,4 +1,4 @@
-// Top-k, top-p and min-p of rows over shards of the vocabulary, exactly: `narrow` cuda.LEVELS times, then `cut`.
+// Top-k, top-p and min-p of rows over shards of the vocabulary, exactly: `narrow` for some levels, then `cut`.
 //
 // Top-k and top-p each keep a prefix of the ranking by (falling logit, rising id). Where it ends is searched for in all
 // shards at once: a level counts, and weighs, the tokens between two keys in BINS bins and sends the histogram to every
@@ -7,10 +7,10 @@
 //
 // Level 0 divides by distance from the maximum, 1/8 of a logit a bin: logits spread over many bins there, where the
 // leading bits of a float would send most of a row to a few, one atomic after the other. The levels behind it divide an
-// interval of keys: of 32 bits at most, then of 24, 16, 8, and then it is one key. Top-p is of the mass that top-k
-// leaves; while that is known between two bounds only, top-p's interval covers what either bound would choose. Hence
-// it may take top-p four levels more, 8 in all, where logits are of few values; others are done after three, and a launch
-// for rows that are done only looks.
+// interval of keys: of 32 bits at most, then of 24, 16, 8, and then it is one key: five levels in all. Top-p is of the
+// mass that top-k leaves; while that is known between two bounds only, top-p's interval covers what either bound would
+// choose. Hence rows that ask for both may take eight levels, where logits are of few values. Most are done after three,
+// and a launch for rows that are done only looks. Min-p needs none but what level 0 notes down.
 //
 // Compiled with VOCAB, WORLD, CLUSTER, FILTER_SHARED (bytes).
 #include "accept/rows.cuh"

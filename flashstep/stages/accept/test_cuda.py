@@ -101,7 +101,10 @@ class Case:
             local = logits[:, rank * self.shard : (rank + 1) * self.shard].contiguous().to(self.device)
             launches = cuda.begin(state, batch, max_model_len=max_model_len) if "begin" in steps else []
             if "accept" in steps:
-                launches += cuda.accept(state, batch, work, local, rank=rank, peers=self.works, block_rule=True)
+                levels = max(cuda.levels_of(params) for params, *_ in self.params.values()) if self.params else 0
+                launches += cuda.accept(
+                    state, batch, work, local, rank=rank, peers=self.works, block_rule=True, levels=levels
+                )
             if "commit" in steps:
                 launches += cuda.commit(
                     state, batch, work, self.rings[rank], noise_token=NOISE, max_model_len=max_model_len
@@ -373,7 +376,7 @@ def test_shards_looped_back(device):
     batch, work = case.batches[0], case.works[0]
     batch.batch_slot.copy_(torch.tensor(slots, dtype=torch.int32))
     launches = cuda.begin(case.state, batch, max_model_len=LONG)
-    launches += cuda.accept(case.state, batch, work, logits.to(device), block_rule=True)
+    launches += cuda.accept(case.state, batch, work, logits.to(device), block_rule=True, levels=0)
     launches += cuda.commit(case.state, batch, work, case.rings[0], noise_token=NOISE, max_model_len=LONG)
     for launch in launches:
         launch()
@@ -480,12 +483,13 @@ def test_filters_of_a_wide_row(device):
         assert torch.equal(kept_by_record(case, row, params, logits[row]), p > 0), row
 
 
+@pytest.mark.parametrize("asked", ["top-k", "top-p", "both"])
 @pytest.mark.parametrize("world", [1, 2])
-def test_a_search_ends_whatever_the_logits(device, world):
+def test_a_search_ends_whatever_the_logits(device, world, asked):
     """Values that crowd around zero, or are neighbours as floats, or few and far apart: the most levels it can take."""
     vocab, rows, g = 128, 48, generator(43)
     case = Case(device, rows, vocab, block=1, rows=1, world=world)
-    asked, logits = [], torch.empty(rows, vocab)
+    kinds, logits = [], torch.empty(rows, vocab)
     for row in range(rows):
         count = int(torch.randint(2, 12, (1,), generator=g))
         near = torch.randn(1, generator=g).view(torch.int32) + torch.randint(-300, 300, (count,), generator=g).int()
@@ -494,12 +498,17 @@ def test_a_search_ends_whatever_the_logits(device, world):
         mixed = torch.cat([near.view(torch.float32), tiny, far])
         values = (near.view(torch.float32), tiny, far, mixed)[row % 4]
         logits[row] = values[torch.randint(0, len(values), (vocab,), generator=g)]
-        top_k = int(torch.randint(1, vocab, (1,), generator=g)) if row % 3 else 0
-        top_p = float(torch.rand(1, generator=g)) if row % 5 else 1.0
-        asked.append(SamplingParams(top_k=top_k, top_p=max(top_p, 1e-3), temperature=(0.7, 1.0, 20.0)[row % 7 % 3]))
-        case.load(row, asked[-1])
+        top_k, top_p = int(torch.randint(1, vocab, (1,), generator=g)), max(float(torch.rand(1, generator=g)), 1e-3)
+        kinds.append(
+            SamplingParams(
+                top_k=0 if asked == "top-p" else top_k,
+                top_p=1.0 if asked == "top-k" else top_p,
+                temperature=(0.7, 1.0, 20.0)[row % 7 % 3],
+            )
+        )
+        case.load(row, kinds[-1])
     case.run(logits, list(range(rows)), steps=("begin", "accept"))
-    for row, params in enumerate(asked):
+    for row, params in enumerate(kinds):
         p = reference.probabilities(logits[row : row + 1], params)[0]
         assert torch.equal(kept_by_record(case, row, params, logits[row]), p > 0), (row, params)
 
@@ -640,7 +649,7 @@ def test_what_is_not_served_is_refused(device):
         Batch.allocate(4, 7, BLOCK, device)
     batch, work = Batch.allocate(4, 6, BLOCK, device), Workspace.allocate(4, 6, BLOCK, 1, device)
     with pytest.raises(ValueError, match="logits"):
-        cuda.accept(state, batch, work, torch.zeros(23, 64, device=device), block_rule=False)
+        cuda.accept(state, batch, work, torch.zeros(23, 64, device=device), block_rule=False, levels=0)
     with pytest.raises(ValueError, match="places"):
         cuda.commit(state, batch, work, Ring.allocate(2, 3, BLOCK, device), noise_token=0, max_model_len=9)
 

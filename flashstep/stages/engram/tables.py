@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import importlib
 import mmap
-from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -25,8 +24,7 @@ _LOCK_BYTES = 1 << 30  # locked by one call: the driver lets nobody else in for 
 _PORTABLE_MAPPED = 3  # cudaHostRegisterPortable | cudaHostRegisterMapped
 
 
-@dataclass(frozen=True)
-class Table:
+class Table(NamedTuple):
     """A table as the kernels read it."""
 
     codes: Tensor  # uint8 [rows, dim]: fp8
