@@ -12,6 +12,7 @@ import pytest
 import torch
 from test_specialized import TEXT, ask, assert_same_up_to_near_ties, run
 
+from flashstep import packed_weights as weights
 from flashstep.checkpoint import Checkpoint
 from flashstep.draft import Draft
 from flashstep.engine import Engine
@@ -21,7 +22,6 @@ from flashstep.packed_state import PackedState
 from flashstep.portable.loading import load_portable
 from flashstep.portable.model import PortableDraft, PortableModel
 from flashstep.settings import EngineConfig
-from flashstep.specialized import weights
 from flashstep.state import Rows, State
 from flashstep.tiny import random_checkpoint, small_config
 

@@ -18,12 +18,12 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from flashstep import packed_weights as packed
 from flashstep.bench.step import fill_caches, machine
 from flashstep.config import ModelConfig
 from flashstep.packed_state import PackedState
 from flashstep.portable.loading import RING_ROWS
 from flashstep.portable.model import PortableDraft, PortableModel, unmarked
-from flashstep.specialized import weights as packed
 from flashstep.state import Rows
 
 _PAGE_TOKENS = 64

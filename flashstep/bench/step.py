@@ -21,12 +21,12 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
+from flashstep import packed_weights as packed
 from flashstep.bench.replay import capture, interleaved_ms, read_ceiling_tb_s
 from flashstep.bench.timeline import kernel_times, write_timeline
 from flashstep.config import ModelConfig
 from flashstep.packed_state import PackedState
 from flashstep.params import SamplingParams
-from flashstep.specialized import weights as packed
 from flashstep.specialized.graph import GraphDecoder
 from flashstep.specialized.model import SpecializedModel
 

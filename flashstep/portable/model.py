@@ -21,7 +21,7 @@ from flashstep.draft import Pick, Proposal
 from flashstep.formats import Numerics
 from flashstep.model import Output, Trace, untraced
 from flashstep.packed_state import PackedState, PackedValues
-from flashstep.specialized.weights import Block, HyperConnection, Weights
+from flashstep.packed_weights import Block, HyperConnection, Weights
 from flashstep.stages.attention import portable as attention
 from flashstep.stages.attention.cuda import Block as DraftRows
 from flashstep.stages.attention.cuda import Chosen, rope_frequencies
@@ -101,7 +101,9 @@ class PortableModel:
         self._pad = int(token_map[config.engram_pad_token_id])
         self._plain = rope_frequencies(config, compressed=False, device=self.device)
         self._compressed = rope_frequencies(config, compressed=True, device=self.device)
-        self._hash = Hash.of(config, weights.rank, weights.world, self.device) if config.engram_layer_ids else None
+        carried = [layer.engram for layer in weights.layers if layer.engram is not None]
+        whole = any(carrier.whole_table for carrier in carried)
+        self._hash = Hash.of(config, weights.rank, weights.world, self.device, whole=whole) if carried else None
         self._wk = {
             number: unpack_wk(layer.compressor.wk)
             for number, layer in enumerate(weights.layers)

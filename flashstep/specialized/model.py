@@ -17,9 +17,9 @@ from flashstep.formats import Numerics, fp8_quantize, ue8m0_encode
 from flashstep.jit import Launch
 from flashstep.model import Output, Trace, untraced
 from flashstep.packed_state import PackedState
+from flashstep.packed_weights import Weights
 from flashstep.portable.model import PortableDraft, PortableModel
 from flashstep.specialized.plan import MAX_ROWS, BlockInputs, Plan, RowInputs
-from flashstep.specialized.weights import Weights
 from flashstep.state import Rows, State
 
 # A forward runs in the smallest of these that its rows fit in; the rest of the rows are inactive.

@@ -51,7 +51,7 @@ class Backend:
 
 
 def _kernels(config: ModelConfig, checkpoint: Checkpoint, token_map: Tensor, num: Numerics) -> Any:
-    from flashstep.specialized import weights
+    from flashstep import packed_weights as weights
     from flashstep.specialized.model import SpecializedModel
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -60,8 +60,8 @@ def _kernels(config: ModelConfig, checkpoint: Checkpoint, token_map: Tensor, num
 
 
 def _portable(config: ModelConfig, checkpoint: Checkpoint, token_map: Tensor, num: Numerics) -> Any:
+    from flashstep import packed_weights as weights
     from flashstep.portable.model import PortableModel
-    from flashstep.specialized import weights
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     packed = weights.read(config, weights.CheckpointSource(checkpoint, 0, 1, device))

@@ -372,7 +372,7 @@ def _launch(
 
 def _boundary_build(*, expand: bool, taps: bool, collapse: bool, first: bool) -> Build:
     pointers = ("stream", "stream_out", "taps", "norm", "collapsed", "values")
-    arguments = {name: "*bf16" for name in pointers} | {
+    arguments = dict.fromkeys(pointers, "*bf16") | {
         "output": "*fp32",
         "coefficients": "*fp32",
         "pre": "*fp32",

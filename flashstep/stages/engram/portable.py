@@ -210,16 +210,15 @@ def inject(
 KERNELS = [
     Build(
         _rows,
-        {name: "*i32" for name in ("ids", "positions", "slots", "first", "history")}
-        | {name: "*i64" for name in ("multipliers", "primes", "offsets", "numbers")}
-        | {name: "*u8" for name in ("table", "table_scales", "codes", "scales")}
-        | {name: "i32" for name in ("pad", "ring", "rows", "columns")},
+        dict.fromkeys(("ids", "positions", "slots", "first", "history"), "*i32")
+        | dict.fromkeys(("multipliers", "primes", "offsets", "numbers"), "*i64")
+        | dict.fromkeys(("table", "table_scales", "codes", "scales"), "*u8")
+        | dict.fromkeys(("pad", "ring", "rows", "columns"), "i32"),
         {"HEADS": 4, "DIM": 256, "LONGEST": 4, "ROWS": _ROWS},
     ),
     Build(
         _inject,
-        {name: "*bf16" for name in ("stream", "query_weight", "key_weight", "out")}
-        | {"projected": "*fp32", "eps": "fp32"},
+        dict.fromkeys(("stream", "query_weight", "key_weight", "out"), "*bf16") | {"projected": "*fp32", "eps": "fp32"},
         {"HIDDEN": 5120, "HC": 4, "CHUNK": _CHUNK},
     ),
 ]
