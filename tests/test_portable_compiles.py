@@ -57,7 +57,7 @@ def compile_module(module: str, architecture: str) -> list[tuple[str, int, int]]
     backend, warp, _ = TARGETS[architecture]
     target = GPUTarget(backend, int(architecture) if backend == "cuda" else architecture, warp)
     found = []
-    for build in kernels:
+    for build in (build for build in kernels if backend in build.backends):
         names = build.kernel.arg_names
         multiples = [n for n, t in build.arguments.items() if t[0] == "*" or t.endswith(":16")]
         aligned = {(names.index(n),): [["tt.divisibility", 16]] for n in multiples}
