@@ -172,14 +172,17 @@ class Shape:
     split: int = 1
 
 
-def choose_shape(rows: int, outputs: int, columns: int) -> Shape:
-    """The shape of a product, by rules that stay as they were measured on an H200: equal calls give equal bits."""
+def choose_shape(rows: int, outputs: int, columns: int, *, hip: bool = torch.version.hip is not None) -> Shape:
+    """The shape of a product, by rules that stay as they were measured on an H200: equal calls give equal bits.
+
+    `hip`: for AMD, where nothing was measured: no shape takes more than 64 KB of shared memory.
+    """
     if rows <= 64:
         width = 16 if rows <= 16 else 64
         if outputs >= 16384:
             return Shape(2, width, 2, 8 if rows <= 16 else 4, 4 if rows <= 16 else 3)
         return Shape(1, width, 4 if rows <= 16 else 2, 4, 4, _split(triton.cdiv(outputs, 64), columns))
-    if triton.cdiv(outputs, 128) * triton.cdiv(rows, 256) >= 96:
+    if not hip and triton.cdiv(outputs, 128) * triton.cdiv(rows, 256) >= 96:
         return Shape(2, 256, 2, 8, 3)
     if triton.cdiv(outputs, 128) * triton.cdiv(rows, 128) >= 128:
         return Shape(2, 128, 2, 4, 3)
@@ -332,18 +335,29 @@ def _add(parts, out, rows, outputs, out_stride, SPLIT: tl.constexpr, BLOCK: tl.c
 # -- what the released model compiles -------------------------------------------------------------------------------
 
 
-def _released(outputs: int, columns: int, kind: Kind, rows: int) -> ops.Build:
-    shape = choose_shape(rows, outputs, columns)
+_MEASURED: list[tuple[int, int, Kind, tuple[int, ...]]] = [
+    (1792, 5120, "fp8", (6, 48, 512, 4096)),
+    (384, 5120, "bf16", (6, 4096)),
+    (32320, 5120, "bf16", (6, 128)),
+]
+
+
+def _released(outputs: int, columns: int, kind: Kind, rows: int, backend: str) -> ops.Build:
+    shape = choose_shape(rows, outputs, columns, hip=backend == "hip")
     size = triton.cdiv(columns, 128) * 4 * 516 if kind == "fp8" else triton.cdiv(columns, 32) * 1024
     weight = PackedWeight(torch.empty(outputs // TILE, size, dtype=torch.uint8, device="meta"), outputs, columns, kind)
     out = "*fp32" if shape.split > 1 or kind == "bf16" else "*bf16"
     arguments = {"weight": "*u8", "x": "*bf16", "out": out, "rows": "i32", "x_stride": "i32:16", "out_stride": "i32:16"}
-    return ops.Build(_product, arguments, constants(weight, shape), shape.warps, shape.stages)
+    return ops.Build(_product, arguments, constants(weight, shape), shape.warps, shape.stages, (backend,))
 
 
 KERNELS = [
-    *(_released(1792, 5120, "fp8", rows) for rows in (6, 48, 4096)),
-    *(_released(384, 5120, "bf16", rows) for rows in (6, 4096)),
+    *(
+        _released(outputs, columns, kind, rows, backend)
+        for backend in ("cuda", "hip")
+        for outputs, columns, kind, sizes in _MEASURED
+        for rows in sizes
+    ),
     ops.Build(
         _quantize,
         {

@@ -167,7 +167,7 @@ def _place(
 class Cut:
     """How products are cut: a program has `tiles` x 64 weight rows of a block and takes `steps` x 64 columns at a time.
 
-    small: blocks of at most so many rows, and of at most 1.5 times as many, take products that narrow (0: none do).
+    small: blocks of at most so many rows take products that narrow (0: none do).
     """
 
     tiles: int
@@ -185,9 +185,11 @@ def block_rows(rows: int, shape: Shape) -> int:
 
 def choose_cut(size: int, *, gate_up: bool, routed: bool) -> Cut:
     """The cut of products with blocks of `size` rows: from the same measurement."""
-    if size <= 16 or (size <= 64 and not routed):
+    if size <= 16:
         return Cut(1, 2, 4, 4) if gate_up else Cut(1, 1, 4, 5)
-    return Cut(2, 1, 4, 3, 64 if routed and size > 64 else 0)
+    if size <= 64 and not routed:
+        return Cut(1, 1, 4, 4)
+    return Cut(2, 1, 4 if gate_up else 8, 3, 64 if routed and size > 64 else 0)
 
 
 def experts(
@@ -341,22 +343,17 @@ def _product(
         if SMALL == 0:
             _block(
                 weights, x, out, order, route_weights, expert, first, count,
-                COLUMNS, TILES, PIECE, TOP_K, LIMIT, GATE_UP, ROUTED, T, S, N, 0, STAGES,
+                COLUMNS, TILES, PIECE, TOP_K, LIMIT, GATE_UP, ROUTED, T, S, N, STAGES,
             )  # fmt: skip
         elif count <= SMALL:
             _block(
                 weights, x, out, order, route_weights, expert, first, count,
-                COLUMNS, TILES, PIECE, TOP_K, LIMIT, GATE_UP, ROUTED, T, S, SMALL, 0, STAGES,
-            )  # fmt: skip
-        elif count <= SMALL + SMALL // 2:
-            _block(
-                weights, x, out, order, route_weights, expert, first, count,
-                COLUMNS, TILES, PIECE, TOP_K, LIMIT, GATE_UP, ROUTED, T, S, SMALL, SMALL // 2, STAGES,
+                COLUMNS, TILES, PIECE, TOP_K, LIMIT, GATE_UP, ROUTED, T, S, SMALL, STAGES,
             )  # fmt: skip
         else:
             _block(
                 weights, x, out, order, route_weights, expert, first, count,
-                COLUMNS, TILES, PIECE, TOP_K, LIMIT, GATE_UP, ROUTED, T, S, N, 0, STAGES,
+                COLUMNS, TILES, PIECE, TOP_K, LIMIT, GATE_UP, ROUTED, T, S, N, STAGES,
             )  # fmt: skip
 
 
@@ -365,9 +362,9 @@ def _block(
     weights, x, out, order, route_weights, expert, first, count,
     COLUMNS: tl.constexpr, TILES: tl.constexpr, PIECE: tl.constexpr, TOP_K: tl.constexpr, LIMIT: tl.constexpr,
     GATE_UP: tl.constexpr, ROUTED: tl.constexpr, T: tl.constexpr, S: tl.constexpr, N: tl.constexpr,
-    MORE: tl.constexpr, STAGES: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
-    """64 T weight rows times up to N + MORE rows. A unit (2048 bytes of a tile) has 64 columns of fp4, 32 of fp8."""
+    """64 T weight rows times up to N rows. A unit (2048 bytes of a tile) has 64 columns of fp4, 32 of fp8."""
     WIDTH: tl.constexpr = 64 if ROUTED else 32  # columns of a unit
     U: tl.constexpr = S if ROUTED else 2 * S  # units of a step
     PER_PIECE: tl.constexpr = PIECE // WIDTH
@@ -393,23 +390,18 @@ def _block(
     index = tl.arange(0, N)
     values_at = x + _rows(order, first, count, index, TOP_K, GATE_UP, ROUTED)[:, None] * COLUMNS + column[None, :]
     sums = tl.zeros((64 * T, N), tl.float32)
-    if MORE > 0:
-        index_more = N + tl.arange(0, MORE)
-        more_at = x + _rows(order, first, count, index_more, TOP_K, GATE_UP, ROUTED)[:, None] * COLUMNS
-        more_at += column[None, :]
-        sums_more = tl.zeros((64 * T, MORE), tl.float32)
     following = tl.minimum(unit_half // (2 * T), UNITS - 1)
     scale = _scales(base, following, half_in_tile, scale_row, PIECE, ROUTED)
     for step in tl.range(0, STEPS, num_stages=STAGES):
         unit = step * U + unit_tile // T
         at = in_tile + unit // PER_PIECE * PIECE_BYTES + unit % PER_PIECE * 2048
         pointers = (base + at).to(tl.pointer_type(tl.int32))[:, None] + words_at
-        inside = (step * (WIDTH * U) + column < COLUMNS)[None, :]
         if WHOLE:
             words = tl.load(pointers)
             values = tl.load(values_at + step * (WIDTH * U))
         else:
             words = tl.load(pointers, mask=(unit < UNITS)[:, None], other=0)
+            inside = (step * (WIDTH * U) + column < COLUMNS)[None, :]
             values = tl.load(values_at + step * (WIDTH * U), mask=inside, other=0.0)
         if ROUTED:
             operand = _fp4_operand(words, scale, T, U)
@@ -420,17 +412,7 @@ def _block(
         following = tl.minimum((step + 1) * U + unit_half // (2 * T), UNITS - 1)
         scale = _scales(base, following, half_in_tile, scale_row, PIECE, ROUTED)
         sums = ops.dot(operand, values.T, sums)
-        if MORE > 0:
-            if WHOLE:
-                values_more = tl.load(more_at + step * (WIDTH * U))
-            else:
-                values_more = tl.load(more_at + step * (WIDTH * U), mask=inside, other=0.0)
-            sums_more = ops.dot(operand, values_more.T, sums_more)
     _finish(sums, out, order, route_weights, first, count, index, TILES, LIMIT, GATE_UP, ROUTED, T, N)
-    if MORE > 0:
-        _finish(
-            sums_more, out, order, route_weights, first, count, index_more, TILES, LIMIT, GATE_UP, ROUTED, T, MORE
-        )  # fmt: skip
 
 
 @triton.jit
