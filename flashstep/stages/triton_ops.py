@@ -44,7 +44,7 @@ class Build:
 
     arguments: types of what is passed at run time, in Triton's words ("*bf16", "i32"). Multiples of 16:
     pointers, and what has ":16" behind its type.
-    constants: all other arguments.
+    constants: all other arguments. backends: where it is compiled so.
     """
 
     kernel: Any
@@ -52,6 +52,7 @@ class Build:
     constants: Mapping[str, Any] = field(default_factory=dict)
     warps: int = 4
     stages: int = 3
+    backends: tuple[str, ...] = ("cuda", "hip")
 
 
 # -- bf16 -----------------------------------------------------------------------------------------------------------
