@@ -23,13 +23,16 @@ import torch
 from torch import Tensor
 
 from flashstep.config import FP8_BLOCK
+from flashstep.stages import triton_ops as ops
 from flashstep.stages.attention.cuda import Block, Chosen
 from flashstep.stages.triton_ops import decode_e4m3, dot, encode_e4m3, fp8_scale_code, round_bf16, to_bf16
 
 import triton  # isort: skip
 import triton.language as tl  # isort: skip
 
-HEADS = 16  # of a program: one side of its products
+# Of a program. On an H200, 4,096 rows x 16 heads x 640 entries: 32 entries and 4 warps 2.1 ms; 64 entries 1.9 ms, but
+# registers spill; 8 warps 2.5 ms; loads of two tiles in flight (stages) 8% to 50% more.
+HEADS, ENTRIES, WARPS = 16, 32, 4
 
 
 # ---- rows ---------------------------------------------------------------------------------------------------------
@@ -206,7 +209,6 @@ def attend(
     out = torch.empty_like(q)
     if not rows:
         return out
-    tile = _Tile.of(q.device)
     _attend[(rows, -(-heads // HEADS))](
         q.view(torch.int32),
         turn,
@@ -228,49 +230,33 @@ def attend(
         window_codes.shape[1],
         chosen.entries.shape[1] if chosen else 0,
         chosen.page_table.shape[1] if chosen else 0,
-        **_constants(head_dim, 2 * turn.shape[1], window, chosen, block, tile),
-        **tile.options(),
+        **attend_constants(
+            head_dim,
+            2 * turn.shape[1],
+            window,
+            chosen.ratio if chosen else 0,
+            chosen.codes.shape[1] if chosen else 1,
+            block.size if block else 0,
+        ),
+        num_warps=WARPS,
     )
     return out
 
 
-@dataclass(frozen=True)
-class _Tile:
-    """Entries that a program takes at a time, its warps, and how many registers a thread may have (None: any)."""
-
-    entries: int
-    warps: int
-    registers: int | None = None
-    stages: int = 1
-
-    @classmethod
-    def of(cls, device: torch.device) -> _Tile:
-        if device.type == "cpu":
-            return cls(32, 1)
-        if torch.version.hip:
-            return cls(32, 4)
-        return cls(32, 8, 128)
-
-    def options(self) -> dict[str, int]:
-        """What a launch passes to the compiler."""
-        return {"num_warps": self.warps, **({"maxnreg": self.registers} if self.registers else {})}
-
-
-def _constants(
-    head_dim: int, rope: int, window: int, chosen: Chosen | None, block: Block | None, tile: _Tile
+def attend_constants(
+    head_dim: int, rope: int, window: int, ratio: int = 0, page: int = 1, block: int = 0
 ) -> dict[str, int | float]:
+    """What the attention kernel is compiled with. ratio: 0, or of the chosen entries; page: entries of a page."""
     return {
         "HEAD_DIM": head_dim,
         "ROPE": rope,
         "WINDOW": window,
-        "RATIO": chosen.ratio if chosen else 0,
-        "PAGE": chosen.codes.shape[1] if chosen else 1,
-        "BLOCK": block.size if block else 0,
+        "RATIO": ratio,
+        "PAGE": page,
+        "BLOCK": block,
         "SCALE": head_dim**-0.5 * math.log2(math.e) * 2.0**64,
         "HEADS": HEADS,
-        "SLICES": head_dim // 64,
-        "ENTRIES": tile.entries,
-        "STAGES": tile.stages,
+        "ENTRIES": ENTRIES,
     }
 
 
@@ -343,49 +329,46 @@ def _attend(
     BLOCK: tl.constexpr,
     SCALE: tl.constexpr,
     HEADS: tl.constexpr,
-    SLICES: tl.constexpr,
     ENTRIES: tl.constexpr,
-    STAGES: tl.constexpr,
 ):
-    """One row and 16 heads. Columns 4i + c, c = 0..3, of queries, entries and outputs are kept in tensors of their own,
-    [SLICES, .., words]: a word of codes gives one value to each, so pairs turn element by element, and a warp has the
-    same slice of the columns in both products.
+    """One row and 16 heads. Columns 4i + c, c = 0..3, of queries, entries and outputs are kept in tensors of their own:
+    a word of codes then gives one value to each, without exchange between threads, and pairs turn element by element.
     """
     row = tl.program_id(0)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     QUARTER: tl.constexpr = HEAD_DIM // 4
-    WORDS: tl.constexpr = QUARTER // SLICES
     slot = tl.load(slots + row)
     position = tl.load(positions + row)
 
     # Queries, rotated.
-    word = tl.arange(0, SLICES)[:, None, None] * WORDS + tl.arange(0, WORDS)[None, None, :]
-    here = (row.to(tl.int64) * heads + head)[None, :, None] * (HEAD_DIM // 2) + 2 * word
-    exists = (head < heads)[None, :, None]
+    quad = tl.arange(0, QUARTER)
+    here = (row.to(tl.int64) * heads + head)[:, None] * (HEAD_DIM // 2) + 2 * quad[None, :]
+    exists = (head < heads)[:, None]
     low = tl.load(q + here, mask=exists, other=0)
     high = tl.load(q + here + 1, mask=exists, other=0)
-    cos0, sin0 = load_turns(turn + row * ROPE, 2 * word - (HEAD_DIM - ROPE) // 2)
-    cos1, sin1 = load_turns(turn + row * ROPE, 2 * word + 1 - (HEAD_DIM - ROPE) // 2)
+    cos0, sin0 = load_turns(turn + row * ROPE, 2 * quad - (HEAD_DIM - ROPE) // 2)
+    cos1, sin1 = load_turns(turn + row * ROPE, 2 * quad + 1 - (HEAD_DIM - ROPE) // 2)
+    cos0, sin0, cos1, sin1 = cos0[None, :], sin0[None, :], cos1[None, :], sin1[None, :]
     q0, q1 = rotate(as_float(low << 16), as_float(low & -65536), cos0, sin0)
     q2, q3 = rotate(as_float(high << 16), as_float(high & -65536), cos1, sin1)
 
     highest = tl.full([HEADS], float("-inf"), tl.float32)
     total = tl.zeros([HEADS], tl.float32)
-    o0 = tl.zeros([SLICES, HEADS, WORDS], tl.float32)
-    o1 = tl.zeros([SLICES, HEADS, WORDS], tl.float32)
-    o2 = tl.zeros([SLICES, HEADS, WORDS], tl.float32)
-    o3 = tl.zeros([SLICES, HEADS, WORDS], tl.float32)
+    o0 = tl.zeros([QUARTER, HEADS], tl.float32)
+    o1 = tl.zeros([QUARTER, HEADS], tl.float32)
+    o2 = tl.zeros([QUARTER, HEADS], tl.float32)
+    o3 = tl.zeros([QUARTER, HEADS], tl.float32)
 
     # The window, in front of it the draft block: entries of this forward from `own`, others from the ring.
     n = tl.arange(0, ENTRIES)
-    groups: tl.constexpr = HEAD_DIM // 32 // SLICES
-    group = tl.arange(0, SLICES)[:, None, None] * groups + tl.arange(0, groups)[None, None, :]
+    group = tl.arange(0, HEAD_DIM // 32)[None, :, None]
+    word = group * 8 + tl.arange(0, 8)[None, None, :]
     last = position
     if BLOCK:
         last = tl.load(lasts + row)
     oldest = tl.maximum(last - (WINDOW - 1), 0)
     count = tl.where(slot < 0, 0, last - oldest + 1 + BLOCK)
-    for start in tl.range(0, count, ENTRIES, num_stages=STAGES):
+    for start in tl.range(0, count, ENTRIES, num_stages=1):
         number = start + n
         at = oldest + number - BLOCK
         if BLOCK:
@@ -395,26 +378,25 @@ def _attend(
             own_row = row - (last - at)
             is_own = own_row >= tl.load(first + row)
         inside = number < count
-        from_own = (inside & is_own)[None, :, None]
-        from_ring = (inside & (is_own == 0))[None, :, None]
-        own_row = own_row[None, :, None].to(tl.int64)
-        place = (slot * ring + at % ring)[None, :, None].to(tl.int64)
+        from_own = (inside & is_own)[:, None, None]
+        from_ring = (inside & (is_own == 0))[:, None, None]
+        own_row = own_row[:, None, None].to(tl.int64)
+        place = (slot * ring + at % ring)[:, None, None].to(tl.int64)
         codes = tl.load(window_codes + place * QUARTER + word, mask=from_ring, other=0)
         codes |= tl.load(own_codes + own_row * QUARTER + word, mask=from_own, other=0)
         scale = tl.load(window_scales + place * (HEAD_DIM // 32) + group, mask=from_ring, other=0)
         scale |= tl.load(own_scales + own_row * (HEAD_DIM // 32) + group, mask=from_own, other=0)
         scale = as_float((tl.minimum(scale.to(tl.int32), 198) + 56) << 23)
-        # A mask that is not read from memory keeps the compiler from decoding the codes once for each product.
-        scale = tl.where(inside[None, :, None], scale, 0.0)
+        scale = tl.where(inside[:, None, None], scale, 0.0)
         highest, total, o0, o1, o2, o3 = _tile(
             q0,
             q1,
             q2,
             q3,
-            _fp8(codes << 24, scale),
-            _fp8(codes << 16, scale),
-            _fp8(codes << 8, scale),
-            _fp8(codes, scale),
+            _expand_fp8(codes << 24, scale, ENTRIES, QUARTER),
+            _expand_fp8(codes << 16, scale, ENTRIES, QUARTER),
+            _expand_fp8(codes << 8, scale, ENTRIES, QUARTER),
+            _expand_fp8(codes, scale, ENTRIES, QUARTER),
             inside,
             highest,
             total,
@@ -426,27 +408,29 @@ def _attend(
         )
 
     if RATIO:
-        group = tl.arange(0, SLICES)[:, None, None] * (2 * groups) + tl.arange(0, 2 * groups)[None, None, :]
+        group = tl.arange(0, HEAD_DIM // 16)[None, :, None]
+        word = group * 4 + tl.arange(0, 4)[None, None, :]
         count = tl.where(slot < 0, 0, tl.minimum(topk, (position + 1) // RATIO))
-        for start in tl.range(0, count, ENTRIES, num_stages=STAGES):
+        for start in tl.range(0, count, ENTRIES, num_stages=1):
             inside = start + n < count
             entry = tl.load(chosen + row.to(tl.int64) * topk + start + n, mask=inside, other=-1)
             valid = entry >= 0
             page = tl.load(page_table + slot * pages_per_slot + entry // PAGE, mask=valid, other=0)
-            place = (page.to(tl.int64) * PAGE + entry % PAGE)[None, :, None]
-            codes = tl.load(entry_codes + place * QUARTER + word, mask=valid[None, :, None], other=0).to(tl.int32)
-            scale = tl.load(entry_scales + place * (HEAD_DIM // 16) + group, mask=valid[None, :, None], other=0)
-            scale = decode_e4m3(scale) * 4611686018427387904.0  # 2^62
-            scale = tl.where(inside[None, :, None], scale, 0.0)
+            place = (page.to(tl.int64) * PAGE + entry % PAGE)[:, None, None]
+            codes = tl.load(entry_codes + place * QUARTER + word, mask=valid[:, None, None], other=0).to(tl.int32)
+            scale = tl.load(entry_scales + place * (HEAD_DIM // 16) + group, mask=valid[:, None, None], other=0)
+            scale = decode_e4m3(scale.to(tl.int32)) * 4611686018427387904.0  # 2^62
+            # A mask that is not read from memory keeps the compiler from decoding the codes once for each product.
+            scale = tl.where(inside[:, None, None], scale, 0.0)
             highest, total, o0, o1, o2, o3 = _tile(
                 q0,
                 q1,
                 q2,
                 q3,
-                _fp4(codes << 28, scale),
-                _fp4(codes << 24, scale),
-                _fp4(codes << 20, scale),
-                _fp4(codes << 16, scale),
+                _expand_fp4(codes << 28, scale, ENTRIES, QUARTER),
+                _expand_fp4(codes << 24, scale, ENTRIES, QUARTER),
+                _expand_fp4(codes << 20, scale, ENTRIES, QUARTER),
+                _expand_fp4(codes << 16, scale, ENTRIES, QUARTER),
                 valid,
                 highest,
                 total,
@@ -460,56 +444,50 @@ def _attend(
     # The sink joins the sum; 2^64 gives the entries their size back.
     sink = tl.load(sinks + head, mask=head < heads, other=0.0) * 1.4426950408889634
     total += tl.exp2(sink - tl.where(highest == float("-inf"), 0.0, highest))
-    factor = tl.where(highest == float("-inf"), 0.0, 18446744073709551616.0 / total)[None, :, None]
-    o0, o1 = rotate(round_bf16(o0 * factor), round_bf16(o1 * factor), cos0, -sin0)
-    o2, o3 = rotate(round_bf16(o2 * factor), round_bf16(o3 * factor), cos1, -sin1)
+    factor = tl.where(highest == float("-inf"), 0.0, 18446744073709551616.0 / total)[None, :]
+    o0 = tl.trans(to_bf16(o0 * factor)).to(tl.float32)
+    o1 = tl.trans(to_bf16(o1 * factor)).to(tl.float32)
+    o2 = tl.trans(to_bf16(o2 * factor)).to(tl.float32)
+    o3 = tl.trans(to_bf16(o3 * factor)).to(tl.float32)
+    o0, o1 = rotate(o0, o1, cos0, -sin0)
+    o2, o3 = rotate(o2, o3, cos1, -sin1)
     tl.store(out + here, _pack(o0, o1), mask=exists)
     tl.store(out + here + 1, _pack(o2, o3), mask=exists)
 
 
 @triton.jit
-def _tile(q0, q1, q2, q3, k0, k1, k2, k3, valid, before, total, o0, o1, o2, o3, SCALE: tl.constexpr):
-    """Softmax over a tile of entries k [slices, entries, words], in base 2, joined to what came before."""
-    s = dot(q0, tl.trans(k0, 0, 2, 1), tl.zeros([q0.shape[0], q0.shape[1], k0.shape[1]], tl.float32))
-    s = dot(q1, tl.trans(k1, 0, 2, 1), s)
-    s = dot(q2, tl.trans(k2, 0, 2, 1), s)
-    s = dot(q3, tl.trans(k3, 0, 2, 1), s)
-    s = tl.where(valid[None, :], tl.sum(s, 0) * SCALE, float("-inf"))  # [heads, entries]
-    highest = tl.maximum(before, tl.max(s, 1))
+def _tile(q0, q1, q2, q3, k0, k1, k2, k3, valid, highest, total, o0, o1, o2, o3, SCALE: tl.constexpr):
+    """Softmax over a tile of entries k [entries, columns], in base 2, joined to what came before."""
+    s = dot(k0, tl.trans(q0), tl.zeros([k0.shape[0], q0.shape[0]], tl.float32))
+    s = dot(k1, tl.trans(q1), s)
+    s = dot(k2, tl.trans(q2), s)
+    s = dot(k3, tl.trans(q3), s)
+    s = tl.where(valid[:, None], s * SCALE, float("-inf"))
+    before, highest = highest, tl.maximum(highest, tl.max(s, 0))
     against = tl.where(highest == float("-inf"), 0.0, highest)
-    p = tl.exp2(s - against[:, None])
+    p = tl.exp2(s - against[None, :])
     shrink = tl.exp2(before - against)
-    total = total * shrink + tl.sum(p, 1)
-    p = tl.broadcast_to(to_bf16(p)[None, :, :], [q0.shape[0], q0.shape[1], k0.shape[1]])
-    shrink = shrink[None, :, None]
-    o0 = dot(p, k0, o0 * shrink)
-    o1 = dot(p, k1, o1 * shrink)
-    o2 = dot(p, k2, o2 * shrink)
-    o3 = dot(p, k3, o3 * shrink)
+    total = total * shrink + tl.sum(p, 0)
+    p = to_bf16(p)
+    o0 = dot(tl.trans(k0), p, o0 * shrink[None, :])
+    o1 = dot(tl.trans(k1), p, o1 * shrink[None, :])
+    o2 = dot(tl.trans(k2), p, o2 * shrink[None, :])
+    o3 = dot(tl.trans(k3), p, o3 * shrink[None, :])
     return highest, total, o0, o1, o2, o3
 
 
 @triton.jit
-def _fp8(bits, scale):
+def _expand_fp8(bits, scale, ENTRIES: tl.constexpr, COLUMNS: tl.constexpr):
     """The e4m3 codes in the top bytes of `bits` as bf16: their bits are 2^-120 of their values in float32."""
-    return _scale(as_float((bits >> 4) & -0x78100000), scale)
+    value = as_float((bits >> 4) & -0x78100000) * scale
+    return tl.reshape(value.to(tl.bfloat16), [ENTRIES, COLUMNS])
 
 
 @triton.jit
-def _fp4(bits, scale):
+def _expand_fp4(bits, scale, ENTRIES: tl.constexpr, COLUMNS: tl.constexpr):
     """The e2m1 codes in the top 4 bits of `bits` as bf16: their bits are 2^-126 of their values in float32."""
-    return _scale(as_float((bits >> 6) & -0x7E400000), scale)
-
-
-@triton.jit
-def _scale(values, scale):
-    """bf16 of `values` [slices, entries, words] times `scale` [slices, entries, groups], exact."""
-    slices: tl.constexpr = values.shape[0]
-    entries: tl.constexpr = values.shape[1]
-    words: tl.constexpr = values.shape[2]
-    groups: tl.constexpr = scale.shape[2]
-    scaled = tl.reshape(values, [slices, entries, groups, words // groups]) * scale[:, :, :, None]
-    return tl.reshape(scaled.to(tl.bfloat16), [slices, entries, words])
+    value = as_float((bits >> 6) & -0x7E400000) * scale
+    return tl.reshape(value.to(tl.bfloat16), [ENTRIES, COLUMNS])
 
 
 @triton.jit
@@ -540,3 +518,58 @@ def load_turns(turn, pair):
 def rotate(even, odd, cos, sin):
     """Pairs of float32 turned, rounded to bf16."""
     return to_bf16(even * cos - odd * sin), to_bf16(even * sin + odd * cos)
+
+
+# ---- what the released model compiles -----------------------------------------------------------------------------
+
+_ROWS = {"positions": "*i32", "slots": "*i32"}
+
+
+def _released(**constants: int) -> ops.Build:
+    """`_attend` of a rank of four."""
+    names = ["q", "turn", "first", "window_codes", "window_scales", "own_codes", "own_scales", "sinks", "out"]
+    if constants.get("ratio"):
+        names += ["chosen", "entry_codes", "entry_scales", "page_table"]
+    if constants.get("block"):
+        names += ["lasts"]
+    types = {"turn": "*fp32", "sinks": "*fp32", "entry_codes": "*i16"}
+    pointers = {name: types.get(name, "*u8" if name.endswith("scales") else "*i32") for name in names}
+    missing = {"chosen", "entry_codes", "entry_scales", "page_table", "lasts"} - pointers.keys()
+    numbers = {"heads": "i32:16", "ring": "i32", "topk": "i32:16", "pages_per_slot": "i32:16"}
+    return ops.Build(
+        _attend,
+        {**_ROWS, **pointers, **numbers},
+        {**attend_constants(512, 64, 128, **constants), **dict.fromkeys(missing)},
+        WARPS,
+    )
+
+
+KERNELS = [
+    ops.Build(
+        _entries,
+        {
+            "latents": "*bf16",
+            "norm": "*bf16",
+            "turn": "*fp32",
+            "codes": "*u8",
+            "scales": "*u8",
+            "stride": "i32:16",
+            "eps": "fp32",
+        },
+        {"HEAD_DIM": 512, "ROPE": 64},
+        1,
+    ),
+    *(
+        ops.Build(
+            _write_ring,
+            {**_ROWS, "values": kind, "ring": kind, "stride": "i32:16", "rows": "i32", "length": "i32"},
+            {"WIDTH": width, "PADDED": width},
+            1,
+        )
+        for kind, width in (("*u8", 512), ("*u8", 16), ("*fp32", 512), ("*fp32", 1024))
+    ),
+    _released(ratio=1, page=128),
+    _released(ratio=2, page=64),
+    _released(),
+    _released(block=5),
+]

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from flashstep.config import FP8_BLOCK, KV_GROUP, ModelConfig
+from flashstep.stages import triton_ops as ops
 from flashstep.stages.attention.portable import Batch, as_float, load_turns, rotate, turns, write_ring
 from flashstep.stages.indexer.cuda import Cache
 from flashstep.stages.triton_ops import (
@@ -35,7 +36,7 @@ from flashstep.stages.triton_ops import (
 import triton  # isort: skip
 import triton.language as tl  # isort: skip
 
-SCORE_BYTES = 256 * 2**20  # of the scores that exist at a time, and of what their selection needs
+SCORE_BYTES = 256 * 2**20  # of the scores that exist at a time
 
 _PRODUCTS = ("raw", "query", "weights")  # what dense products give: columns of wider rows
 _VISIBLE, _BLOCKS, _CANDIDATES = 0, 1, 2  # what a row's scores belong to: `_count`
@@ -405,7 +406,7 @@ def choose(
         span = config.candidate_topk_blocks * size
     shape = _Shape.of(batch.slots.device)
     stride = triton.cdiv(span, shape.entries) * shape.entries
-    part = min(rows, max(1, score_bytes // (4 * stride + shape.scratch_bytes(config))))
+    part = min(rows, max(1, score_bytes // (stride * 4)))
     device = batch.slots.device
     chosen = torch.empty(rows, config.index_topk, dtype=torch.int32, device=device)
     if is_source:
@@ -439,31 +440,25 @@ def choose(
 class _Shape:
     """How the kernels of a choice are cut; results do not depend on it.
 
-    entries, product_rows: of a product of the scores. rows: that share the keys of a program. stages: products whose
-    queries are in flight. gathered, span: candidate entries of a product and of a program. tile: scores that a
-    selection reads at a time.
+    entries, product_rows: of a product of the scores. rows: that share the keys of a program. span: candidate entries
+    of a program. tile: scores that a selection reads at a time. All programs have `warps`.
+
+    On an H200, 4,096 rows against 32K entries: 2 rows a product with 4 warps 315 TFLOP/s, 4 rows with 8 warps 193;
+    selection with tiles of 1,024 scores 0.82 ms, of 4,096 (8 warps) 1.7 ms.
     """
 
     entries: int = 128
     product_rows: int = 2
     rows: int = 32
-    warps: int = 4
-    stages: int = 2
-    gathered: int = 128
     span: int = 2048
-    gather_warps: int = 4
     tile: int = 1024
-    select_warps: int = 4
+    warps: int = 4
 
     @classmethod
     def of(cls, device: torch.device) -> _Shape:
         if device.type == "cpu":
-            return cls(64, 2, 8, 1, 1, 64, 128, 1, 128, 1)
+            return cls(64, 2, 8, 128, 128, 1)
         return cls()
-
-    def scratch_bytes(self, config: ModelConfig) -> int:
-        """Bytes of a row's selection, beside its scores."""
-        return 4 * (self.tile + 8 * triton.next_power_of_2(max(config.index_topk, config.candidate_topk_blocks)))
 
 
 @dataclass(frozen=True)
@@ -498,7 +493,6 @@ class _Piece:
             PRODUCT_ROWS=shape.product_rows,
             ROWS=shape.rows,
             num_warps=shape.warps,
-            num_stages=shape.stages,
         )
 
     def score_candidates(self, scores: Tensor, span: int) -> None:
@@ -517,9 +511,9 @@ class _Piece:
             **self._dims(),
             CANDIDATES=self.config.candidate_topk_blocks,
             SIZE=self.config.candidate_block_size,
-            ENTRIES=shape.gathered,
+            ENTRIES=shape.entries,
             SPAN=shape.span,
-            num_warps=shape.gather_warps,
+            num_warps=shape.warps,
         )
 
     def mark(self, scores: Tensor, blocks: Tensor) -> None:
@@ -536,35 +530,27 @@ class _Piece:
             RATIO=self.ratio,
             SIZE=self.config.candidate_block_size,
             BLOCKS=tile,
-            num_warps=self.shape.select_warps,
+            num_warps=self.shape.warps,
         )
         self.select(blocks, self.candidates, self.config.candidate_topk_blocks, _BLOCKS)
 
     def select(self, scores: Tensor, best: Tensor, k: int, kind: int) -> None:
         """The `k` best of each row of `scores`, as `best` [rows, k], ascending, -1 pads."""
-        rows, padded = len(self.slots), triton.next_power_of_2(k)
-        tile = max(self.shape.tile, 2 * padded)
-        room = 2 * padded  # a third more than what reaches the bound if scores lie at random
-        values = torch.empty(rows, tile + room, device=scores.device)
-        numbers = torch.empty(rows, room, dtype=torch.int32, device=scores.device)
-        _select[(rows,)](
+        _select[(len(self.slots),)](
             self.positions,
             self.slots,
             scores,
             scores.stride(0),
             self.candidates if kind == _CANDIDATES else None,
-            values,
-            numbers,
             best,
             k,
             KIND=kind,
             RATIO=self.ratio,
             SIZE=self.config.candidate_block_size,
             CANDIDATES=self.config.candidate_topk_blocks,
-            PADDED=padded,
-            ROOM=room,
-            TILE=tile,
-            num_warps=self.shape.select_warps,
+            PADDED=triton.next_power_of_2(k),
+            TILE=self.shape.tile,
+            num_warps=self.shape.warps,
         )
 
     def _keys(self) -> tuple[Tensor, Tensor, Tensor, int]:
@@ -617,22 +603,23 @@ def _score(
             even, odd = _load_keys(
                 entry, entry < count, current, key_codes, key_scales, page_table, pages_per_slot, DIM, PAGE, ENTRIES
             )
-            end = tl.max(tl.where((slot == current) & (row >= number), row + 1, 0), 0)
-            for product in range((number - begin) // PRODUCT_ROWS * PRODUCT_ROWS + begin, end, PRODUCT_ROWS):
+            for product in range((number - begin) // PRODUCT_ROWS * PRODUCT_ROWS + begin, begin + ROWS, PRODUCT_ROWS):
                 mine = product + tl.arange(0, PRODUCT_ROWS)
-                head = product * HEADS + tl.arange(0, PRODUCT_ROWS * HEADS)
-                exists = head < rows * HEADS
-                at = query + head[:, None].to(tl.int64) * DIM + tl.arange(0, DIM // 2)[None, :]
-                q_even = tl.load(at, mask=exists[:, None], other=0)
-                q_odd = tl.load(at + DIM // 2, mask=exists[:, None], other=0)
-                dots = dot(even, tl.trans(q_even), tl.zeros([ENTRIES, PRODUCT_ROWS * HEADS], tl.float32))
-                dots = dot(odd, tl.trans(q_odd), dots)
-                weight = tl.load(weights + head, mask=exists, other=0.0)
-                dots = tl.maximum(dots, 0.0) * weight[None, :]
-                sums = tl.sum(tl.reshape(dots, [ENTRIES, PRODUCT_ROWS, HEADS]), 2)
-                to = scores + mine[None, :].to(tl.int64) * stride + entry[:, None]
-                of_request = (mine >= number) & (mine < end)
-                tl.store(to, sums * 18446744073709551616.0, mask=of_request[None, :])
+                mine_slot = tl.load(slots + mine, mask=mine < rows, other=-1)
+                found = (mine_slot == current) & (mine >= number)
+                if tl.max(found.to(tl.int32), 0) > 0:
+                    head = product * HEADS + tl.arange(0, PRODUCT_ROWS * HEADS)
+                    exists = head < rows * HEADS
+                    at = query + head[:, None].to(tl.int64) * DIM + tl.arange(0, DIM // 2)[None, :]
+                    q_even = tl.load(at, mask=exists[:, None], other=0)
+                    q_odd = tl.load(at + DIM // 2, mask=exists[:, None], other=0)
+                    dots = dot(even, tl.trans(q_even), tl.zeros([ENTRIES, PRODUCT_ROWS * HEADS], tl.float32))
+                    dots = dot(odd, tl.trans(q_odd), dots)
+                    weight = tl.load(weights + head, mask=exists, other=0.0)
+                    dots = tl.maximum(dots, 0.0) * weight[None, :]
+                    sums = tl.sum(tl.reshape(dots, [ENTRIES, PRODUCT_ROWS, HEADS]), 2)
+                    to = scores + mine[None, :].to(tl.int64) * stride + entry[:, None]
+                    tl.store(to, sums * 18446744073709551616.0, mask=found[None, :])
 
 
 @triton.jit
@@ -712,8 +699,6 @@ def _select(
     scores,
     stride,
     candidates,
-    values,
-    numbers,
     best,
     k,
     KIND: tl.constexpr,
@@ -721,14 +706,12 @@ def _select(
     SIZE: tl.constexpr,
     CANDIDATES: tl.constexpr,
     PADDED: tl.constexpr,
-    ROOM: tl.constexpr,
     TILE: tl.constexpr,
 ):
     """The k best scores of a row, -inf being none; of equal ones the first.
 
-    The row is read twice: for the maxima of TILE groups (scores TILE apart), the kth best of which is no more than the
-    kth best score; and for the scores that reach this bound, which are few. These are kept in `values` and `numbers`
-    and decide alone, unless there are more than ROOM of them: then the row itself is read on.
+    The kth best is found by cutting an interval of float32 values, as ordered integers, into four until no value lies
+    between its ends: `low` has at least k scores that are not below it, `high` fewer, namely `above`.
     """
     row = tl.program_id(0)
     visible = _visible(tl.load(positions + row), tl.load(slots + row), RATIO)
@@ -738,82 +721,22 @@ def _select(
     if KIND == 2:
         count = tl.minimum((visible + SIZE - 1) // SIZE, CANDIDATES) * SIZE
     at = scores + row.to(tl.int64) * stride
-    values += row.to(tl.int64) * (TILE + ROOM)
-    numbers += row.to(tl.int64) * ROOM
     n = tl.arange(0, TILE)
 
-    highest = tl.full([TILE], float("-inf"), tl.float32)
-    for start in range(0, count, TILE):
-        highest = tl.maximum(highest, tl.load(at + start + n, mask=start + n < count, other=float("-inf")))
-    tl.store(values + ROOM + n, highest)
-    tl.debug_barrier()
-    bound, _, _ = _search(values + ROOM, tl.minimum(count, TILE), k, k // 16, TILE)
-
-    kept = count * 0
-    least = _value(bound)
-    for start in range(0, count, TILE):
-        x = tl.load(at + start + n, mask=start + n < count, other=float("-inf"))
-        keep = x >= least
-        place = kept + tl.cumsum(keep.to(tl.int32), 0) - 1
-        keep = keep & (place < ROOM)
-        tl.store(values + place, x, mask=keep)
-        tl.store(numbers + place, start + n, mask=keep)
-        kept += tl.sum((x >= least).to(tl.int32), 0)
-    tl.debug_barrier()
-    fits = kept <= ROOM
-    if fits:
-        at = values
-        count = kept
-
-    low, reached, above = _search(at, count, k, 0, TILE)
-    border = _value(low)
-    equals = tl.where(reached > k, k - above, reached)  # how many that equal the border are kept
-    written = count * 0
-    passed = count * 0
-    for start in range(0, count, TILE):
-        x = tl.load(at + start + n, mask=start + n < count, other=float("-inf"))
-        over = x > border
-        equal = x == border
-        # Both counts run in one scan: a tile has less than 2^15 scores.
-        running = tl.cumsum(over.to(tl.int32) + (equal.to(tl.int32) << 16), 0)
-        rank = passed + (running >> 16)  # of an equal one, from 1
-        keep = over | (equal & (rank <= equals))
-        place = written + (running & 0xFFFF) + tl.minimum(rank, equals) - tl.minimum(passed, equals) - 1
-        number = start + n
-        if fits:
-            number = tl.load(numbers + number, mask=keep, other=0)
-        if KIND == 2:
-            block = tl.load(candidates + row.to(tl.int64) * CANDIDATES + number // SIZE, mask=keep, other=0)
-            number = block * SIZE + number % SIZE
-        tl.store(best + row.to(tl.int64) * k + place, number, mask=keep)
-        after = passed + tl.sum(equal.to(tl.int32), 0)
-        written += tl.sum(over.to(tl.int32), 0) + tl.minimum(after, equals) - tl.minimum(passed, equals)
-        passed = after
-    rest = tl.arange(0, PADDED)
-    tl.store(best + row.to(tl.int64) * k + rest, tl.full([PADDED], -1, tl.int32), mask=(rest >= written) & (rest < k))
-
-
-@triton.jit
-def _search(at, count, k, slack, TILE: tl.constexpr):
-    """The kth best of `count` values, as an ordered integer; how many are not below it, and how many above.
-
-    An interval of ordered integers is cut into four until no value lies between its ends, or at most k + `slack` values
-    are not below its lower end (what is above that then is not counted): so many as there are, if less than k.
-    """
-    n = tl.arange(0, TILE)
     found = tl.zeros([TILE], tl.int32)
     for start in range(0, count, TILE):
         x = tl.load(at + start + n, mask=start + n < count, other=float("-inf"))
         found += (x > float("-inf")).to(tl.int32)
-    reached = tl.sum(found, 0)
+    reached = tl.sum(found, 0)  # scores not below `low`
     above = reached * 0
     low = reached.to(tl.int64) * 0 - 0x7F800000  # the lowest finite value: minus infinity is -0x7F800001
     high = low * 0 + 0x7F800001  # behind infinity
-    while (reached > k + slack) & (high - low > 1):
+    while (reached > k) & (high - low > 1):
         quarter = (high - low + 3) // 4
-        cut1 = tl.minimum(low + quarter, high - 1)
-        cut2 = tl.minimum(low + 2 * quarter, high - 1)
-        cut3 = tl.minimum(low + 3 * quarter, high - 1)
+        cut1 = low + quarter
+        cut2 = tl.minimum(cut1 + quarter, high - 1)
+        cut3 = tl.minimum(cut2 + quarter, high - 1)
+        cut1 = tl.minimum(cut1, high - 1)
         value1, value2, value3 = _value(cut1), _value(cut2), _value(cut3)
         found1 = tl.zeros([TILE], tl.int32)
         found2 = tl.zeros([TILE], tl.int32)
@@ -840,7 +763,34 @@ def _search(at, count, k, slack, TILE: tl.constexpr):
         else:
             high = cut1
             above = count1
-    return low, reached, above
+
+    border = _value(low)
+    equals = tl.where(reached > k, k - above, reached)  # how many that equal the border are kept
+    written = reached * 0
+    passed = reached * 0
+    for start in range(0, count, TILE):
+        x = tl.load(at + start + n, mask=start + n < count, other=float("-inf"))
+        # Both counts run in one scan: a tile has less than 2^15 scores.
+        if tl.max(x, 0) >= border:
+            over = x > border
+            equal = x == border
+            running = tl.cumsum(over.to(tl.int32) + (equal.to(tl.int32) << 16), 0)
+            rank = passed + (running >> 16)  # of an equal one, from 1
+            keep = over | (equal & (rank <= equals))
+            place = written + (running & 0xFFFF) + tl.minimum(rank, equals) - tl.minimum(passed, equals) - 1
+            if KIND == 2:
+                number = start + n
+                block = tl.load(candidates + row.to(tl.int64) * CANDIDATES + number // SIZE, mask=keep, other=0)
+                number = block * SIZE + number % SIZE
+            else:
+                number = start + n
+            tl.store(best + row.to(tl.int64) * k + place, number, mask=keep)
+            new_over = tl.sum(over.to(tl.int32), 0)
+            new_equal = tl.sum(equal.to(tl.int32), 0)
+            written += new_over + tl.minimum(passed + new_equal, equals) - tl.minimum(passed, equals)
+            passed += new_equal
+    rest = tl.arange(0, PADDED)
+    tl.store(best + row.to(tl.int64) * k + rest, tl.full([PADDED], -1, tl.int32), mask=(rest >= written) & (rest < k))
 
 
 # ---- in kernels ---------------------------------------------------------------------------------------------------
@@ -910,3 +860,126 @@ def _check(*wanted: tuple[str, Tensor, tuple[int, ...]]) -> None:
         inner = tensor[0] if len(tensor) and name in _PRODUCTS else tensor
         if tuple(tensor.shape) != shape or not inner.is_contiguous():
             raise ValueError(f"indexer: {name} has the shape {tuple(tensor.shape)}: expected {shape}, contiguous")
+
+
+# ---- what the released model compiles -----------------------------------------------------------------------------
+
+_ROWS = {"positions": "*i32", "slots": "*i32"}
+_PAGES = {"page_table": "*i32", "pages_per_slot": "i32:16"}
+_KEYS = {**_ROWS, **_PAGES, "key_codes": "*u8", "key_scales": "*u8"}
+_QUERY = {"query": "*bf16", "weights": "*fp32", "scores": "*fp32", "stride": "i32:16"}
+_RELEASED = _Shape()
+
+
+def _released_compress(ratio: int) -> ops.Build:
+    return ops.Build(
+        _compress,
+        {
+            **_ROWS,
+            **_PAGES,
+            "first": "*i32",
+            "rows": "i32:16",
+            "raw": "*fp32",
+            "stride": "i32:16",
+            "ring": "*fp32",
+            "length": "i32",
+            "norm": "*bf16",
+            "wk": "*bf16",
+            "k_norm": "*bf16",
+            "turn": "*fp32",
+            "eps": "fp32",
+            "kv_codes": "*u8",
+            "kv_scales": "*u8",
+            "key_codes": "*u8",
+            "key_scales": "*u8",
+        },
+        {
+            "RATIO": ratio,
+            "PARTS": ratio,
+            "HEAD_DIM": 512,
+            "INDEX_DIM": 128,
+            "ROPE": 64,
+            "PAGE": 128 // ratio,
+            "ROWS": 16,
+            "COLUMNS": 128,
+        },
+    )
+
+
+def _released_choice(ratio: int) -> list[ops.Build]:
+    sizes = {"RATIO": ratio, "HEADS": 32, "DIM": 128, "PAGE": 128 // ratio}
+    of_candidates = {"SIZE": 8, "CANDIDATES": 2048}
+    tile = {"RATIO": ratio, "TILE": _RELEASED.tile}
+    selections = [(_VISIBLE, 512)] if ratio == 2 else [(_VISIBLE, 512), (_BLOCKS, 2048), (_CANDIDATES, 512)]
+    builds = [
+        ops.Build(
+            _score,
+            {**_KEYS, **_QUERY, "rows": "i32:16"},
+            {
+                **sizes,
+                "ENTRIES": _RELEASED.entries,
+                "PRODUCT_ROWS": _RELEASED.product_rows,
+                "ROWS": _RELEASED.rows,
+            },
+            _RELEASED.warps,
+        )
+    ]
+    for kind, k in selections:
+        builds.append(
+            ops.Build(
+                _select,
+                {
+                    **_ROWS,
+                    "scores": "*fp32",
+                    "stride": "i32:16",
+                    "best": "*i32",
+                    "k": "i32:16",
+                    **({"candidates": "*i32"} if kind == _CANDIDATES else {}),
+                },
+                {
+                    **tile,
+                    **of_candidates,
+                    "KIND": kind,
+                    "PADDED": k,
+                    **({} if kind == _CANDIDATES else {"candidates": None}),
+                },
+                _RELEASED.warps,
+            )
+        )
+    if ratio == 1:
+        builds += [
+            ops.Build(
+                _score_candidates,
+                {**_KEYS, **_QUERY, "candidates": "*i32"},
+                {**sizes, **of_candidates, "ENTRIES": _RELEASED.entries, "SPAN": _RELEASED.span},
+                _RELEASED.warps,
+            ),
+            ops.Build(
+                _best_of_blocks,
+                {**_ROWS, "scores": "*fp32", "stride": "i32:16", "blocks": "*fp32", "block_stride": "i32"},
+                {"RATIO": ratio, "SIZE": 8, "BLOCKS": _RELEASED.tile // 8},
+                _RELEASED.warps,
+            ),
+        ]
+    return builds
+
+
+KERNELS = [
+    _released_compress(1),
+    _released_compress(2),
+    ops.Build(
+        _queries,
+        {
+            "query": "*bf16",
+            "query_stride": "i32:16",
+            "weights": "*fp32",
+            "weights_stride": "i32:16",
+            "turn": "*fp32",
+            "values": "*bf16",
+            "rounded": "*fp32",
+        },
+        {"HEADS": 32, "PADDED": 32, "DIM": 128, "ROPE": 64},
+    ),
+    *_released_choice(1),
+    *_released_choice(2),
+]
