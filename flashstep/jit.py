@@ -618,7 +618,8 @@ class Module:
 
         grid: blocks. block: threads of a block. shared: bytes of dynamic shared memory. cluster: blocks of a cluster.
         together: blocks wait for each other, so all of them have to be resident at the same time: at most one for each
-        multiprocessor. stage: for accounts of time. nbytes: weight bytes the launch reads. fields: the members of the kernel's struct.
+        multiprocessor. stage: for accounts of time. nbytes: weight bytes the launch reads. fields: the members of the
+        kernel's struct.
         KeyError: no such kernel. TypeError, ValueError: as `Params.pack`, or a shape that the hardware refuses.
         """
         if kernel not in self.source.kernels:
@@ -628,7 +629,10 @@ class Module:
             (block < 32 or block > 1024 or block % 32, f"{block} threads in a block: whole warps, 32..1024"),
             (not 1 <= cluster <= MAX_CLUSTER, f"a cluster of {cluster} blocks: 1..{MAX_CLUSTER}"),
             (grid % max(cluster, 1), f"a grid of {grid} blocks is not a multiple of the cluster of {cluster}"),
-            (together and grid > self.most_together, f"{grid} blocks that wait for each other: at most {self.most_together}"),
+            (
+                together and grid > self.most_together,
+                f"{grid} blocks that wait for each other: at most {self.most_together}",
+            ),
             (together and cluster > 1, "blocks that wait for each other are in no clusters"),
             (not 0 <= shared <= MAX_SHARED, f"{shared} bytes of shared memory: at most {MAX_SHARED}"),
         ):

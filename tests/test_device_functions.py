@@ -651,10 +651,12 @@ program(
     p.out[4 * p.n + i] = exp_fast(x * 1e-5f);
     p.out[5 * p.n + i] = rsqrtf(fabsf(x)) + fminf(x, 1.0f) + min(i, 3) + max(2u, (u32)i) + fmaf(x, x, 1.0f);
     p.out[6 * p.n + i] = round_bf16(x);
+    p.out[7 * p.n + i] = sqrt_fast(fabsf(x));
+    p.out[8 * p.n + i] = divide_fast(x, (float)(i + 3));
     p.codes[i] = fragment_offset(i % 24, i * 3 % 128, 8);
   }
   if (threadIdx.x < 256)
-    for (int i = 0; i < 256; i++) p.out[7 * p.n + threadIdx.x * 256 + i] = ue8m0_product(threadIdx.x, i);
+    for (int i = 0; i < 256; i++) p.out[9 * p.n + threadIdx.x * 256 + i] = ue8m0_product(threadIdx.x, i);
 """,
 )
 
@@ -663,9 +665,9 @@ def test_functions(run):
     x = torch.cat([torch.randn(500) * 1e5, torch.arange(100, dtype=torch.float32) * 8192])
     x[500] = 1
     n = len(x)
-    out, codes = torch.full((7 * n + 65536,), NAN), torch.full((n,), -1, dtype=torch.int32)
+    out, codes = torch.full((9 * n + 65536,), NAN), torch.full((n,), -1, dtype=torch.int32)
     run("functions", block=256, x=x, out=out, codes=codes, n=n)
-    rows = out[: 7 * n].reshape(7, n).double()
+    rows = out[: 9 * n].reshape(9, n).double()
     d, i = x.double(), torch.arange(n)
     assert (rows[0] - d.sin()).abs().max() < 2e-7
     assert (rows[1] - d.cos()).abs().max() < 2e-7
@@ -675,12 +677,14 @@ def test_functions(run):
     mixed = d.abs().rsqrt() + d.clamp(max=1) + i.clamp(max=3) + i.clamp(min=2) + d * d + 1
     torch.testing.assert_close(rows[5], mixed, rtol=1e-6, atol=1e-3)
     assert torch.equal(rows[6].float(), x.bfloat16().float())
+    torch.testing.assert_close(rows[7], d.abs().sqrt(), rtol=5e-7, atol=0)
+    torch.testing.assert_close(rows[8], d / (i + 3), rtol=5e-7, atol=0)
     row, k = i % 24, i * 3 % 128
     assert torch.equal(codes.long(), ((row // 8 * 8 + k // 16) * 8 + row % 8) * 16 + k % 16)
     e = torch.arange(256)[:, None] + torch.arange(256) - 254
     want = torch.exp2(e.double()).where(e >= -149, torch.tensor(0.0).double())
     want = want.where(e < 128, torch.tensor(torch.inf).double()).float()
-    assert same(out[7 * n :].reshape(256, 256).contiguous(), want)
+    assert same(out[9 * n :].reshape(256, 256).contiguous(), want)
 
 
 @pytest.mark.parametrize("architecture", jit.ARCHITECTURES)

@@ -607,13 +607,13 @@ class Plan:
         launches += dense.product(
             self.device, [Segment(block.gate, x, Scores(scores))], count, stage="router", extra=riding
         )
-        sizes, few = moe.scratch_sizes(shape, count, self._blocks), count <= moe.TILE_ROWS
+        sizes = moe.scratch_sizes(shape, count, self._blocks)
         # Draft experts are fewer, but their scratch has a layout of its own: it does not share the backbone's.
+        # Few rows leave zeros in some of theirs, and find zeros: many rows' use of the same buffer would not.
         kind = f"{shape.experts} experts"
+        few = {name: "of few " if name in moe.ZEROS and count <= moe.TILE_ROWS else "" for name in sizes}
         scratch = {
-            # Few rows leave zeros in theirs, and find zeros: many rows' use of the same buffer would not.
-            name: self._take(f"{kind} {name} of few" if name in moe.ZEROS and few else f"{kind} {name}", *size, dtype=dtype)
-            for name, (size, dtype) in sizes.items()
+            name: self._take(f"{kind} {few[name]}{name}", *size, dtype=dtype) for name, (size, dtype) in sizes.items()
         }
         xq = self._fp8("x", count, config.hidden_size)
         launches += moe.experts(

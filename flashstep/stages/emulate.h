@@ -1166,6 +1166,8 @@ DEVICE u32 permute_bytes(u32 a, u32 b, u32 selector) {
 }
 DEVICE u32 multiply_high(u32 a, u32 b) { return (u32)((u64)a * b >> 32); }
 DEVICE float exp_fast(float x) { return expf(x); }
+DEVICE float divide_fast(float a, float b) { return a / b; }
+DEVICE float sqrt_fast(float x) { return sqrtf(x); }
 DEVICE float exp_accurate(float x) { return expf(x); }
 DEVICE float log_accurate(float x) { return logf(x); }
 DEVICE void sincos_accurate(float angle, float* s, float* c) { *s = sinf(angle); *c = cosf(angle); }

@@ -55,6 +55,8 @@ struct Mail {
   float2 softmax[SPLIT][HEADS];                        // maximum and sum
 };
 
+struct Source { const u8 *codes, *scales; };
+
 struct Shared {
   alignas(16) u8 entries[BUFFERS][ENTRIES][ENTRY_BYTES];
   union {
@@ -62,8 +64,8 @@ struct Shared {
     Mail mail;                                      // comes when all blocks of the cluster have read their scores
   };
   alignas(16) bf16 probabilities[BUFFERS][16][PROBABILITIES];
-  alignas(8) float bias[ENTRIES];  // 0, or -infinity for what is no entry
-  int places[PLACES];              // of the block's entries in their caches, or -1; LATE added
+  alignas(16) Source sources[PLACES];  // of the block's entries
+  alignas(8) int places[PLACES];       // in their caches, or -1; LATE added
   float rescale[BUFFERS][16];
   float2 softmax[16];              // of a row that has only this block
   float2 turns[ROPE / 2];          // sine, cosine
@@ -130,40 +132,32 @@ struct Visible {
 
 DEVICE int tile_of_warp(int i) { return i * N_WARPS + warp_id() / K_WARPS; }  // in a chunk
 
-// The place of the lane's entry of a tile of the chunk.
-DEVICE int place_of_lane(const Shared& s, int chunk, int tile) {
-  return s.places[chunk * ENTRIES + 8 * tile + lane_id() / 4];
-}
+// The lane's entry of a tile of the chunk among the block's places.
+DEVICE int lane_entry(int chunk, int tile) { return chunk * ENTRIES + 8 * tile + lane_id() / 4; }
 DEVICE bool is_late(int place) { return place >= LATE; }
 
-template <bool FP8> DEVICE void load_entry(Raw& raw, const Attend& p, int place, bool own) {
+// Load the warp's tiles of a chunk: all entries, or once more those that are late. For what is not there the lane keeps
+// what it had: any codes and scales become something finite, and it counts for nothing.
+DEVICE void load_entries(Raw (&raw)[TILES_OF_WARP], const Shared& s, int rank, int chunk, bool late) {
   const int column = lane_column();
-  if (FP8) {
-    load_codes<LANE_COLUMNS / 4>(raw.codes, (own ? p.own_codes : p.window_codes) + (i64)place * HEAD_DIM + column);
-    raw.scales = load_byte_l2((own ? p.own_scales : p.window_scales) + (i64)place * (HEAD_DIM / 32) + column / 32);
-  } else {
-    load_codes<LANE_COLUMNS / 8>(raw.codes, p.entry_codes + (i64)place * (HEAD_DIM / 2) + column / 2);
-    const u8* scales = p.entry_scales + (i64)place * (HEAD_DIM / 16) + column / 16;
-    raw.scales = LANE_PIECES == 4 ? load_l2((const u16*)scales) : load_byte_l2(scales) * 0x101u;
-  }
-}
-
-// Load the warp's tiles of a chunk: entries that are late, or the others. For what is not there (yet) the one at place 0
-// is taken: whatever its bytes, it becomes something finite, which counts for nothing.
-DEVICE void load_entries(Raw (&raw)[TILES_OF_WARP], const Attend& p, const Shared& s, int rank, int chunk, bool late) {
 #pragma unroll
   for (int i = 0; i < TILES_OF_WARP; i++) {
-    int place = place_of_lane(s, chunk, tile_of_warp(i)), tile = rank * BLOCK_TILES + chunk * TILES + tile_of_warp(i);
-    if (late && !is_late(place)) continue;
-    place = late ? place - LATE : WHOLE && is_late(place) ? 0 : max(place, 0);
-    if (is_fp8(tile)) load_entry<true>(raw[i], p, place, BLOCK && tile < OTHER_TILES);
-    else load_entry<false>(raw[i], p, place, false);
+    int entry = lane_entry(chunk, tile_of_warp(i));
+    if (late ? !is_late(s.places[entry]) : s.places[entry] < 0) continue;
+    Source from = s.sources[entry];
+    bool fp8 = is_fp8(rank * BLOCK_TILES + chunk * TILES + tile_of_warp(i));
+    const u8 *codes = from.codes + (fp8 ? column : column / 2), *scales = from.scales + (fp8 ? column / 32 : column / 16);
+    load_codes<LANE_COLUMNS / 8>(raw[i].codes, codes);
+    if (fp8) load_codes<LANE_COLUMNS / 8>(raw[i].codes + LANE_COLUMNS / 8, codes + LANE_COLUMNS / 2);
+    if (LANE_PIECES == 4 && !fp8) raw[i].scales = load_l2((const u16*)scales);
+    else raw[i].scales = load_byte_l2(scales);
   }
 }
 
 // Twice 2^56 or 2^62 of the scales of a lane's codes.
 template <bool FP8> DEVICE u32 expand_scales(u32 scales) {
-  return FP8 ? (min(scales, 198u) + 56u) * 0x00800080u : multiply_bf16x2(e4m3x2_to_bf16x2(scales), 0x5E805E80u);
+  if (LANE_PIECES < 4) scales *= 0x101u;
+  return FP8 ? (min(scales & 255u, 198u) + 56u) * 0x00800080u : multiply_bf16x2(e4m3x2_to_bf16x2(scales), 0x5E805E80u);
 }
 // Piece `j` of the lane's.
 template <bool FP8> DEVICE uint4 expand_piece(const Raw& raw, u32 scales, int j) {
@@ -189,7 +183,7 @@ template <bool FP8> DEVICE void store_entry(const Raw& raw, u8* to) {
 DEVICE void store_entries(Shared& s, const Raw (&raw)[TILES_OF_WARP], int rank, bool late) {
 #pragma unroll
   for (int i = 0; i < TILES_OF_WARP; i++) {
-    if (late && !is_late(place_of_lane(s, 0, tile_of_warp(i)))) continue;
+    if (late && !is_late(s.places[lane_entry(0, tile_of_warp(i))])) continue;
     u8* to = lane_pieces(s, 0, tile_of_warp(i));
     if (is_fp8(rank * BLOCK_TILES + tile_of_warp(i))) store_entry<true>(raw[i], to);
     else store_entry<false>(raw[i], to);
@@ -260,7 +254,6 @@ DEVICE void score(Shared& s, const Query& q, const Raw (&raw)[TILES_OF_WARP], in
     else score_tile<false>(d, q, raw[i], pieces);
     *(float2*)&s.scores[k_warp][g][8 * own + 2 * quad] = make_float2(d[0][0] + d[1][0], d[0][1] + d[1][1]);
     *(float2*)&s.scores[k_warp][g + 8][8 * own + 2 * quad] = make_float2(d[0][2] + d[1][2], d[0][3] + d[1][3]);
-    if (k_warp == 0 && quad == 0) s.bias[8 * own + g] = place_of_lane(s, chunk, own) < 0 ? never() : 0.0f;
   }
 }
 
@@ -305,8 +298,9 @@ DEVICE void soften(Shared& s, Running& running, int chunk) {
           float2 part = *(const float2*)&s.scores[k][head][entry];
           x[n].x += part.x, x[n].y += part.y;
         }
-        float2 bias = *(const float2*)&s.bias[entry];
-        x[n].x = x[n].x * (SCALE / KEPT) + bias.x, x[n].y = x[n].y * (SCALE / KEPT) + bias.y;
+        int2 place = *(const int2*)&s.places[chunk * ENTRIES + entry];
+        x[n].x = place.x < 0 ? never() : x[n].x * (SCALE / KEPT);
+        x[n].y = place.y < 0 ? never() : x[n].y * (SCALE / KEPT);
       }
       highest = fmaxf(highest, fmaxf(x[n].x, x[n].y));
     }
@@ -490,6 +484,12 @@ KERNEL(attend, Attend, THREADS, 2) {
         }
       }
       s.places[i] = place;
+      const bool fp8 = is_fp8((begin + i) / 8), own = BLOCK && begin + i < OTHER_TILES * 8;
+      const i64 at = place < 0 ? 0 : place & (LATE - 1);
+      s.sources[i].codes = !fp8 ? p.entry_codes + at * (HEAD_DIM / 2)
+                                : (own ? p.own_codes : p.window_codes) + at * HEAD_DIM;
+      s.sources[i].scales = !fp8 ? p.entry_scales + at * (HEAD_DIM / 16)
+                                 : (own ? p.own_scales : p.window_scales) + at * (HEAD_DIM / 32);
     }
   };
   find_places(false);
@@ -505,12 +505,13 @@ KERNEL(attend, Attend, THREADS, 2) {
   if (thread < HEADS) s.sink[thread] = p.sink[first_head + thread];
   sync_block();
 
-  Raw raw[TILES_OF_WARP];
+  Raw raw[TILES_OF_WARP] = {};
   // Of a part that comes in chunks, the first one may be on its way if all of it was chosen before.
   const bool ahead = WHOLE || (!waited && OTHERS && !BLOCK && !choice_is_late && rank * BLOCK_TILES + TILES <= OTHER_TILES);
-  if (ahead) load_entries(raw, p, s, rank, 0, false);
+  if (ahead) load_entries(raw, s, rank, 0, false);
   if (WHOLE) store_entries(s, raw, rank, false);
   if (!waited) {
+    if (choice_is_late) sync_block();  // all have read the places that are found again
     wait();
     load_query(q, row_q);
     if (choice_is_late) {
@@ -519,11 +520,11 @@ KERNEL(attend, Attend, THREADS, 2) {
       sync_block();
     }
     if (WHOLE) {
-      load_entries(raw, p, s, rank, 0, true);
+      load_entries(raw, s, rank, 0, true);
       store_entries(s, raw, rank, true);
     }
   }
-  if (!ahead) load_entries(raw, p, s, rank, 0, false);
+  if (!ahead) load_entries(raw, s, rank, 0, false);
   arrange_query(q, s);
 
   Output o;
@@ -535,7 +536,7 @@ KERNEL(attend, Attend, THREADS, 2) {
 #pragma unroll 1
   for (int chunk = 0; chunk < CHUNKS; chunk++) {
     score(s, q, raw, rank, chunk);
-    if (chunk + 1 < CHUNKS) load_entries(raw, p, s, rank, chunk + 1, false);  // on their way till the next turn
+    if (chunk + 1 < CHUNKS) load_entries(raw, s, rank, chunk + 1, false);  // on their way till the next turn
     sync_block();
     if (!WHOLE && chunk > 0) accumulate(s, o, chunk - 1);
     soften(s, running, chunk);

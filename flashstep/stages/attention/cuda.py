@@ -254,7 +254,7 @@ def attend_constants(
     mail = split.blocks * heads * ((2 * split.warp_columns + 4) * slices + 8)
     shared = buffers * split.entries * (2 * head_dim + 16) + max(scores, mail + 16)
     shared += buffers * (32 * (split.entries + 8) + 64)
-    shared += 4 * split.entries + 4 * places + 128 + 4 * rope + 64 + 64
+    shared += 20 * places + 128 + 4 * rope + 64 + 64
     return {
         "HEADS": heads,
         "HEAD_GROUPS": groups,

@@ -56,14 +56,6 @@ static_assert(!COPIED || SOURCE == FROM_SUBLAYER, "other sources are not copied"
 // wrote them is complete.
 DEVICE void await_partials() { wait_for_dependencies(); }
 
-// To about 2 units in the last place; the quotients of Sinkhorn are iterated 39 times in one chain of latencies.
-DEVICE float divide_fast(float a, float b) {
-#ifdef FLASHSTEP_EMULATE
-  return a / b;
-#else
-  return __fdividef(a, b);
-#endif
-}
 DEVICE float sigmoid(float x) { return divide_fast(1.0f, 1.0f + exp_accurate(-x)); }
 
 struct Four { float v[4]; };

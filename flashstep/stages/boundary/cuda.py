@@ -15,7 +15,7 @@ written. Inactive rows (row_slot -1) count as zeros.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -391,7 +391,7 @@ def _launch(
         if collapsed.hidden is not None:
             _check("hidden", collapsed.hidden, (rows, hidden))
     constants, threads, shared = _constants(sizes, tile, each, kind, engram=inject is not None)
-    values = {name: fields.get(name) for name in _BOUNDARY.kernels["boundary"].fields}
+    values: dict[str, Any] = {name: fields.get(name) for name in _BOUNDARY.kernels["boundary"].fields}
     values |= {
         "engram_kv": inject.kv if inject else None,
         "query_weight": inject.query_weight if inject else None,

@@ -412,7 +412,9 @@ def choose_shape(segments: Sequence[Segment], rows: int, *, wgmma: bool = True) 
     `wgmma`: use it where the machine has it.
     """
     if wgmma and rows > PROLOGUE_ROWS:
-        return _wide_shape(segments, rows)
+        if (wide := _wide_shape(segments, rows)) is not None:
+            return wide
+        wgmma = False
     kinds = {_kind(segment) for segment in segments}
     groups = -(-segments[0].weight.columns // GROUP)
     few = rows <= PROLOGUE_ROWS
@@ -451,33 +453,39 @@ def choose_shape(segments: Sequence[Segment], rows: int, *, wgmma: bool = True) 
     )
 
 
-def _wide_shape(segments: Sequence[Segment], rows: int) -> Shape:
-    """Of wide.cuh: what keeps the multiprocessors busy evenly and reads each row's activations few times."""
+def _wide_shape(segments: Sequence[Segment], rows: int) -> Shape | None:
+    """Of wide.cuh, by a fit to times of 8 shapes at 48 and 192 rows on an H200; None for more columns than it takes."""
     kinds = {_kind(segment) for segment in segments}
     columns = _check(segments, rows)
-    most_groups = _WIDE_FP8 if kinds == {_FP8} else _WIDE_BF16  # of a lane
+    most_groups = _WIDE_FP8 if kinds == {_FP8} else _WIDE_BF16
     row_tiles = -(-rows // 8)
     options: list[tuple[float, Shape]] = []
     for tiles in (4, 8):
-        for cluster in (1, 2, 3, 4, 8):
+        for cluster in (1, 2, 4, 8):
             part = _slice(columns // GROUP, cluster, 8)
-            if part * tiles > most_groups * 8:
+            lane_groups = part * tiles // 8
+            if lane_groups > most_groups:
                 continue
             passes = -(-row_tiles // _WIDE_TILES)
+            if passes > 1 and lane_groups > 24:  # weights take half the registers: fewer rows a pass
+                passes = -(-row_tiles // (_WIDE_TILES - 1))
             while True:
                 each = -(-row_tiles // passes)
                 shape = Shape(
                     blocks_per_sm=1, cluster=cluster, tiles_fp8=tiles, tiles_bf16=tiles, row_tiles=each, wgmma=True
                 )
-                if _product_shared(segments, columns, shape, _NO_PROLOGUE, rows) <= jit.MAX_SHARED or each == 1:
+                shared = _product_shared(segments, columns, shape, _NO_PROLOGUE, rows)
+                if shared <= jit.MAX_SHARED or each == 1:
                     break
                 passes += 1
+            if shared > jit.MAX_SHARED:
+                continue
             waves = -(-_blocks(segments, dict.fromkeys(kinds, tiles)) * cluster // _MULTIPROCESSORS)
-            # Per 8 rows: copies of a slice of K, products of `tiles`, and what the end of a pass costs.
-            options.append((waves * (part * (8 + tiles) + 80), shape))
-    if not options:
-        raise ValueError(f"{columns} columns are more than 8 blocks hold")
-    return min(options, key=lambda option: option[0])[1]
+            # Microseconds of a full pass: products, copies of activations, exchange of sums.
+            pass_us = 0.08 * lane_groups + 0.016 * part * (1 if kinds == {_FP8} else 2)
+            pass_us += {1: 0.0, 2: 0.5, 4: 0.6, 8: 1.5}[cluster]
+            options.append((waves * (1.5 + passes * (0.6 + pass_us * each / _WIDE_TILES)), shape))
+    return min(options, key=lambda option: option[0])[1] if options else None
 
 
 def _blocks(segments: Sequence[Segment], tiles: dict[int, int]) -> int:

@@ -2,10 +2,7 @@
 #pragma once
 #include "common.cuh"
 
-// bf16(x) as float32, without a shift: the other half of the pair is zero.
-DEVICE float rounded(float x) { return as_float(f32x2_to_bf16x2(0.0f, x)); }
-
-// A warp and 8 rows, of which `rows` are there: COUNT groups of 32 columns of each, the first at `x` and `norm`, the
+// A warp and 8 rows, of which `rows` are there, the others zeros: COUNT groups of 32 columns of each, the first at `x` and `norm`, the
 // next STEP groups on, as far as `count` are there. A lane has 8 columns of row lane % 8, so that a store of the warp
 // fills whole fragments. NORM: behind an RMS norm with weights `norm` (float32, at the first group), whose sums of
 // squares come with the rows: `squares` [rows][SQUARES], one of every group of ALL. That makes one trip to L2 of it
@@ -46,31 +43,42 @@ DEVICE void quantize_rows(const bf16* x, int stride, int count, int rows, const 
     total += shuffle_xor(total, 16);
     inverse_rms = rsqrtf(total * (1.0f / (32 * ALL)) + eps);
   }
+  // In steps of all groups: no group waits for another's stores.
+  float amax[COUNT];
+#pragma unroll
+  for (int i = 0; i < COUNT; ++i) {
+    u32 words[4] = {raw[i].x, raw[i].y, raw[i].z, raw[i].w};
+    if constexpr (NORM) {
+      if (i < count) {
+        const float4* w = (const float4*)norm + i * STEP * 8 + quarter * 2;
+        float4 first = w[0], second = w[1];
+        float weights[8] = {first.x, first.y, first.z, first.w, second.x, second.y, second.z, second.w};
+#pragma unroll
+        for (int j = 0; j < 4; ++j)
+          words[j] = f32x2_to_bf16x2(weights[2 * j] * bf16x2_low(words[j]) * inverse_rms,
+                                     weights[2 * j + 1] * bf16x2_high(words[j]) * inverse_rms);
+        raw[i] = make_uint4(words[0], words[1], words[2], words[3]);
+      }
+    }
+    amax[i] = 0.0f;
+#pragma unroll
+    for (int j = 0; j < 4; ++j)
+      amax[i] = fmaxf(amax[i], fmaxf(fabsf(bf16x2_low(words[j])), fabsf(bf16x2_high(words[j]))));
+  }
+#pragma unroll
+  for (int i = 0; i < COUNT; ++i) amax[i] = fmaxf(amax[i], shuffle_xor(amax[i], 8));
+#pragma unroll
+  for (int i = 0; i < COUNT; ++i) amax[i] = fmaxf(amax[i], shuffle_xor(amax[i], 16));
 #pragma unroll
   for (int i = 0; i < COUNT; ++i) {
     if (i >= count) continue;
-    float v[8] = {bf16x2_low(raw[i].x), bf16x2_high(raw[i].x), bf16x2_low(raw[i].y), bf16x2_high(raw[i].y),
-                  bf16x2_low(raw[i].z), bf16x2_high(raw[i].z), bf16x2_low(raw[i].w), bf16x2_high(raw[i].w)};
-    if constexpr (NORM) {
-      const float4* w = (const float4*)norm + i * STEP * 8 + quarter * 2;
-      float4 first = w[0], second = w[1];
-      float weights[8] = {first.x, first.y, first.z, first.w, second.x, second.y, second.z, second.w};
-#pragma unroll
-      for (int j = 0; j < 8; ++j) v[j] = rounded(weights[j] * v[j] * inverse_rms);
-    }
-    float amax = 0.0f;
-#pragma unroll
-    for (int j = 0; j < 8; ++j) amax = fmaxf(amax, fabsf(v[j]));
-    amax = fmaxf(amax, shuffle_xor(amax, 8));
-    amax = fmaxf(amax, shuffle_xor(amax, 16));
-    u32 code = fp8_scale_code(amax);
+    u32 code = fp8_scale_code(amax[i]), words[4] = {raw[i].x, raw[i].y, raw[i].z, raw[i].w}, codes[2];
     float inverse = ue8m0_inverse(code);
-    u32 words[2];
 #pragma unroll
     for (int j = 0; j < 2; ++j)
-      words[j] = (u32)f32x2_to_e4m3x2(v[4 * j] * inverse, v[4 * j + 1] * inverse) |
-                 (u32)f32x2_to_e4m3x2(v[4 * j + 2] * inverse, v[4 * j + 3] * inverse) << 16;
-    if (row < rows) store(i, row, quarter, make_uint2(words[0], words[1]), code);
+      codes[j] = (u32)f32x2_to_e4m3x2(bf16x2_low(words[2 * j]) * inverse, bf16x2_high(words[2 * j]) * inverse) |
+                 (u32)f32x2_to_e4m3x2(bf16x2_low(words[2 * j + 1]) * inverse, bf16x2_high(words[2 * j + 1]) * inverse) << 16;
+    store(i, row, quarter, make_uint2(codes[0], codes[1]), code);
   }
 }
 

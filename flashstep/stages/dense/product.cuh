@@ -212,9 +212,9 @@ DEVICE void await_turn(u8* shared, const NormPart& norm) {
 
 // PROLOGUE: the rows as fp8, whose groups w, w + 8, .. warp w hands to `store(group, row, quarter, codes, scale)`.
 template <class P, class Store> DEVICE void quantize_input(const P& p, const void* x, u8* shared, Store store) {
-  int warp = warp_id();
+  int warp = warp_id(), count = GROUPS % 8 == 0 ? GROUPS / 8 : (GROUPS + 7 - warp) / 8;  // no branches where all are
   quantize_rows<PROLOGUE == NORM_QUANTIZE, (GROUPS + 7) / 8, 8, GROUPS, X_SQUARES>(
-      (const bf16*)x + warp * 32, X_STRIDE, (GROUPS + 7 - warp) / 8, p.rows, p.x_squares, EPS,
+      (const bf16*)x + warp * 32, X_STRIDE, count, p.rows, p.x_squares, EPS,
       (const float*)(shared + NORM_AT) + warp * 32,
       [&](int i, int row, int quarter, uint2 words, u32 code) { store(i * 8 + warp, row, quarter, words, code); });
 }

@@ -17,6 +17,7 @@ template <class P> DEVICE void quantize_block(const P& p, int block, u8* shared)
   u8* codes = p.codes + ((i64)tile * GROUPS + first) * 256;
   u8* scales = p.scales + ((i64)tile * GROUPS + first) * 8;
   auto store = [&](int, int row, int quarter, uint2 words, u32 code) {
+    if (tile * 8 + row >= p.rows) return;
     *(uint2*)(codes + codes_offset(warp, row, quarter)) = words;
     if (quarter == 0) scales[warp * 8 + row] = (u8)code;
   };
