@@ -93,6 +93,12 @@ def _bench_step(args: argparse.Namespace) -> int:
     return run(args)
 
 
+def _bench_prefill(args: argparse.Namespace) -> int:
+    from flashstep.bench.prefill import run
+
+    return run(args)
+
+
 # -- arguments ------------------------------------------------------------------------------------------------------
 
 
@@ -143,19 +149,39 @@ def _parser() -> argparse.ArgumentParser:
     verify.add_argument("--json", action="store_true", help="print JSON")
 
     bench = commands.add_parser("bench", help="measure on the device", description="Measure on the device.")
-    _add_bench_step(_command(bench.add_subparsers(required=True, metavar="WHAT"), "step", _bench_step, _BENCH_STEP))
+    what = bench.add_subparsers(required=True, metavar="WHAT")
+    _add_bench_step(_command(what, "step", _bench_step, _BENCH_STEP))
+    _add_bench_prefill(_command(what, "prefill", _bench_prefill, _BENCH_PREFILL))
     return parser
 
 
+_BENCH_PREFILL = "times of a prompt's chunk, stage by stage: one rank's random weights, peers looped back"
 _BENCH_STEP = "times of a decode step, stage by stage: one rank's random weights, peers looped back"
 
 
-def _add_bench_step(parser: argparse.ArgumentParser) -> None:
+def _add_bench_prefill(parser: argparse.ArgumentParser) -> None:
+    _add_rank(parser)
+    for option, default, text in (
+        ("--rows", [4096], "rows of a chunk"),
+        ("--context", [0], "tokens of context in front of it"),
+        ("--prompt", [], "also time whole prompts of N tokens, in chunks of the most rows (default: none)"),
+    ):
+        more = f" ({default[0]})" if default else ""
+        parser.add_argument(option, type=int, nargs="+", default=default, metavar="N", help=text + more)
+    parser.add_argument("--repeats", type=int, default=5, metavar="N", help="of each chunk (%(default)s)")
+    parser.add_argument("--json", type=_path, metavar="FILE", help="write figures and samples")
+
+
+def _add_rank(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "config", type=_path, metavar="PATH", help="model directory or config.json that gives the shapes"
     )
     parser.add_argument("--world", type=int, default=4, metavar="N", help="ranks that share the model (%(default)s)")
     parser.add_argument("--num-layers", type=int, metavar="N", help="only the first N layers (default: all)")
+
+
+def _add_bench_step(parser: argparse.ArgumentParser) -> None:
+    _add_rank(parser)
     for option, default, text in (
         ("--requests", [1], "requests, 1..32"),
         ("--context", [1024], "tokens of context of each request"),
@@ -313,11 +339,13 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
     engine = parser.add_argument_group("engine")
     for option, value, text in (
         ("--max-num-seqs", default.max_num_seqs, "requests that run at once"),
-        ("--max-num-batched-tokens", default.max_num_batched_tokens, "rows of one step"),
         ("--prefill-schedule-interval", default.prefill_schedule_interval, "work on prompts in every N-th step"),
         ("--max-queue", default.max_queue, "requests that may wait; more get status 429"),
     ):
         engine.add_argument(option, type=int, default=value, metavar="N", help=f"{text} (%(default)s)")
+    engine.add_argument(
+        "--max-num-batched-tokens", type=int, metavar="N", help="rows of one step (default: what suits the backend)"
+    )
     engine.add_argument(
         "--decode-slowdown",
         type=float,

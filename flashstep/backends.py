@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,8 +28,10 @@ class Choice:
 def choose(name: str, device: str | None, *, world: int = 1) -> Choice:
     """The backend `name` on `device` (None: the backend's own kind of device) for `world` ranks.
 
-    `auto` takes the specialized kernels where every requirement is met and no other device was asked for, else the
-    reference. Raises ValueError that lists every missing requirement of a backend that was asked for by name.
+    `auto` takes the specialized kernels, else the portable ones, where every requirement is met and no other device
+    was asked for, else the reference. Raises ValueError that lists every missing requirement of a backend that was
+    asked for by name. The portable kernels also run on a CPU, in Triton's interpreter, where TRITON_INTERPRET=1 says
+    that somebody wants to test them.
     """
     if name not in NAMES:
         raise ValueError(f"--decode-backend {name}: expected one of {', '.join(NAMES)}")
@@ -41,9 +44,12 @@ def choose(name: str, device: str | None, *, world: int = 1) -> Choice:
     found = {backend.name: backend for backend in doctor.backends()}
     if name == AUTO:
         on_gpu = device is None or device.startswith("cuda")
-        if on_gpu and found[SPECIALIZED].available:
-            return Choice(SPECIALIZED, device or "cuda")
+        for backend in (SPECIALIZED, PORTABLE):
+            if on_gpu and found[backend].available:
+                return Choice(backend, device or "cuda")
         return Choice(REFERENCE, device or "cpu")
+    if name == PORTABLE and os.environ.get("TRITON_INTERPRET") == "1" and device in (None, "cpu"):
+        return Choice(PORTABLE, "cpu")
     missed = [requirement for requirement in found[name].requirements if not requirement.met]
     if device is not None and not device.startswith("cuda"):
         raise ValueError(f"--decode-backend {name} runs on a GPU, --device is {device}: leave it out or give cuda")
@@ -64,9 +70,8 @@ def load_for(
 ) -> LoadedModel:
     """Load the model directory `path` (None: the bundled model) for a backend.
 
-    random_weights, num_layers: see `load_specialized`; only the specialized kernels are timed that way. engram: where
-    Engram tables lie (None: on the device for kernels, in the mapped files for the reference). Raises as
-    `loading.load`.
+    random_weights, num_layers: see `read_packed`; only kernels are timed that way. engram: where Engram tables lie
+    (None: on the device for kernels, in the mapped files for the reference). Raises as `loading.load`.
     """
     path = BUNDLED_MODEL if path is None else path
     if choice.backend == SPECIALIZED:
@@ -80,9 +85,21 @@ def load_for(
             engram=engram or "device",
             progress=progress,
         )
+    if choice.backend == PORTABLE:
+        from flashstep.portable.loading import load_portable
+
+        return load_portable(
+            path,
+            device=choice.device,
+            random_weights=random_weights,
+            num_layers=num_layers,
+            engram=engram or "device",
+            progress=progress,
+        )
     if random_weights or num_layers is not None:
         raise ValueError(
-            f"--load-format random and --num-layers time the backend {SPECIALIZED}; this run uses {choice.backend}"
+            f"--load-format random and --num-layers time the backends {SPECIALIZED} and {PORTABLE}; this run uses "
+            f"{choice.backend}"
         )
     if engram == "pinned":
         raise ValueError("--engram-placement pinned is read by kernels: the reference takes device or mapped")

@@ -52,13 +52,12 @@ class Backend:
 def backends() -> list[Backend]:
     """Every backend of the design with its requirements, judged on this machine."""
     common = [_python(), _torch(), _bundled_model()]
-    missing = "this version prefills on the specialized kernels or on the reference; portable kernels follow"
     return [
         Backend("reference", "exact PyTorch on the CPU or any one GPU; the judge of all others", common),
         Backend(
             "portable",
-            "prefill and any batch on NVIDIA and AMD GPUs",
-            [*common, _gpu(), _part("portable kernels", missing)],
+            "prefill, mixed steps and any batch on NVIDIA and AMD GPUs",
+            [*common, _gpu(), _portable_gpu(), _triton()],
         ),
         Backend(
             "latency_specialized",
@@ -66,6 +65,11 @@ def backends() -> list[Backend]:
             [*common, _gpu(), _specialized_gpu(), _compiler()],
         ),
     ]
+
+
+def backend(name: str) -> Backend:
+    """The backend `name`."""
+    return next(found for found in backends() if found.name == name)
 
 
 def print_report(*, as_json: bool = False) -> int:
@@ -147,6 +151,32 @@ def _specialized_gpu() -> Requirement:
     return Requirement(phrase, (major, minor) in ((9, 0), (10, 0), (10, 3)), f"SM{major}{minor}", way_out)
 
 
+def _portable_gpu() -> Requirement:
+    phrase = "a GPU with bf16 matrix products (SM80 or newer, CDNA 2 or newer)"
+    way_out = "use --decode-backend reference here"
+    if not torch.cuda.is_available():
+        return Requirement(phrase, False, "no GPU", way_out)
+    if torch.version.hip:
+        name = torch.cuda.get_device_properties(0).gcnArchName.split(":")[0]
+        return Requirement(phrase, name in ("gfx90a", "gfx942", "gfx950"), name, way_out)
+    major, minor = torch.cuda.get_device_capability(0)
+    return Requirement(phrase, major >= 8, f"SM{major}{minor}", way_out)
+
+
+def _triton() -> Requirement:
+    phrase = "Triton 3.4 or newer, which compiles the portable kernels"
+    way_out = "pip install 'triton>=3.4' (ROCm builds of torch bring their own)"
+    try:
+        version = metadata.version("triton")
+    except metadata.PackageNotFoundError:
+        try:
+            version = metadata.version("pytorch-triton-rocm")
+        except metadata.PackageNotFoundError:
+            return Requirement(phrase, False, "not installed", way_out)
+    numbers = tuple(int(part) for part in version.split("+")[0].split(".")[:2])
+    return Requirement(phrase, numbers >= (3, 4), version, way_out)
+
+
 def _compiler() -> Requirement:
     phrase = "NVRTC, which compiles the kernels (no toolkit needed)"
     way_out = "pip install 'cuda-bindings>=13,<14' 'nvidia-cuda-nvrtc>=13,<14'"
@@ -156,10 +186,6 @@ def _compiler() -> Requirement:
     except (ImportError, RuntimeError, OSError) as problem:
         return Requirement(phrase, False, str(problem).partition("\n")[0], way_out)
     return Requirement(phrase, int(error) == 0, f"NVRTC {major}.{minor}", way_out)
-
-
-def _part(phrase: str, way_out: str) -> Requirement:
-    return Requirement(phrase, False, "not in this version", way_out)
 
 
 # -- the machine ------------------------------------------------------------------------------------------------------

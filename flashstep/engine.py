@@ -88,7 +88,7 @@ class Engine:
         wanted = limit if config.max_model_len is None else config.max_model_len
         if wanted > limit:
             raise ValueError(f"max_model_len = {wanted}: expected at most {limit} (max_position_embeddings)")
-        rows = config.max_num_batched_tokens
+        rows = loaded.usual_rows if config.max_num_batched_tokens is None else config.max_num_batched_tokens
         if rows <= drafts:
             raise ValueError(
                 f"max_num_batched_tokens = {rows}: expected at least {drafts + 1}, the rows of one request with "
@@ -96,12 +96,13 @@ class Engine:
             )
         # Kernels may take fewer rows at once than the setting allows; prompts then come in smaller chunks.
         self.max_rows = rows = rows if loaded.max_rows is None else min(rows, loaded.max_rows)
+        ring_rows = rows if loaded.ring_rows is None else min(rows, loaded.ring_rows)
         state_type = loaded.state_type
         dtype = loaded.model.num.dtype
         page_bytes = state_type.page_bytes(
             model, config.page_tokens, keep_windows=config.enable_prefix_caching, dtype=dtype
         )
-        slot_bytes = state_type.slot_bytes(model, config.page_tokens, rows, dtype=dtype)
+        slot_bytes = state_type.slot_bytes(model, config.page_tokens, ring_rows, dtype=dtype)
         num_pages = (config.kv_cache_memory - config.max_num_seqs * slot_bytes) // page_bytes
         if num_pages * config.page_tokens < 2:
             raise ValueError(
@@ -122,7 +123,8 @@ class Engine:
             num_slots=config.max_num_seqs,
             num_pages=num_pages,
             page_tokens=config.page_tokens,
-            rows_per_request=rows,
+            rows_per_request=ring_rows,
+            chunk_rows=rows,
             max_model_len=self.max_model_len,
             keep_windows=config.enable_prefix_caching,
             dtype=dtype,

@@ -23,6 +23,8 @@ from flashstep.stages.accept import reference as sampling
 from flashstep.stages.accept.reference import Accepted, SamplingError
 from flashstep.state import Rows, Span, State
 
+_LOGIT_ROWS = 512  # of a prompt, whose logits exist on the device at a time
+
 
 class Constraint(Protocol):
     """What a request may write beyond its sampling parameters: a grammar, a minimum length."""
@@ -138,7 +140,7 @@ class Step:
         Raises `OutOfPages` before anything but page tables is changed where pages are missing.
         """
         if limits is None:
-            limits = [self.state.rows_per_request - self.num_speculative_tokens] * len(requests)
+            limits = [self.state.chunk_rows - self.num_speculative_tokens] * len(requests)
         parts = []
         for request, limit in zip(requests, limits, strict=True):
             tokens = request.tokens[request.computed : request.computed + limit]
@@ -177,7 +179,9 @@ class Step:
         for i, (request, span) in enumerate(zip(requests, rows.spans, strict=True)):
             if request.wants_prompt_logits and span.start < request.prompt_length:
                 end = min(span.end, span.first + request.prompt_length - span.start)
-                prompt_logits = self.model.logits(output.hidden[span.first : end]).cpu()
+                # In pieces: all at once are gigabytes of device memory.
+                pieces = output.hidden[span.first : end].split(_LOGIT_ROWS)
+                prompt_logits = torch.cat([self.model.logits(piece).cpu() for piece in pieces])
                 results[i] = replace(results[i], prompt_logits=prompt_logits)
         return results
 

@@ -103,7 +103,11 @@ class CheckpointReader:
 
 @dataclass
 class LoadedModel:
-    """A model directory, ready to run."""
+    """A model directory, ready to run.
+
+    usual_rows, max_rows: of one forward, where nobody asks for others, and at most (None: any number). ring_rows: rows
+    of one request that its rings hold beside a window; None: as many as a forward may have.
+    """
 
     path: Path
     config: ModelConfig
@@ -111,8 +115,11 @@ class LoadedModel:
     model: Model
     draft: Draft
 
+    usual_rows: int = 512
+    max_rows: int | None = None
+    ring_rows: int | None = None
+
     state_type: ClassVar[type[State]] = State
-    max_rows: ClassVar[int | None] = None  # of one forward
 
     def step(self, state: State, **options: Any) -> Step:
         """The step over `state`, which is of `state_type`; options as of `Step`."""

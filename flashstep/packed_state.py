@@ -99,6 +99,24 @@ class PackedState(State):
     def _store(self, kind: Kind, *shape: int, dtype: torch.dtype) -> Store:
         return PackedValues.zeros(kind, *shape, columns=self.width(self.config, kind), device=self.device)
 
+    @staticmethod
+    def _copy(to: Store, where: Any, values: Store, which: Any) -> None:
+        to.codes[where], to.scales[where] = values.codes[which], values.scales[which]
+
+    def save_rows(self, layer: int, codes: Tensor, scales: Tensor, pages: Tensor, places: Tensor) -> None:
+        """Store window entries in the pages of their positions; layers of the draft follow those of the backbone.
+
+        codes [rows, head_dim] uint8 and scales [rows, head_dim / 32] uint8 as rings hold them; pages and places [rows]
+        int64 of `page_places`.
+        """
+        self.page_windows.codes[layer, pages, places] = codes
+        self.page_windows.scales[layer, pages, places] = scales
+
+    def page_places(self, positions: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """The page of each row [rows] int64, and its place in the page."""
+        positions, slots = positions.long(), slots.long()
+        return self.page_table[slots, positions // self.page_tokens].long(), positions % self.page_tokens
+
     @classmethod
     def value_bytes(cls, config: ModelConfig, kind: Kind, dtype: torch.dtype) -> int:
         """Bytes of one value of a kind, scales included."""

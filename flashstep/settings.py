@@ -14,7 +14,8 @@ RULES: tuple[Rule, ...] = ("standard", "block", "synthetic")
 class EngineConfig:
     """Settings of an engine; names as vLLM's users know them. Raises ValueError that lists every problem.
 
-    max_num_seqs: requests that run at once. max_num_batched_tokens: rows of one step, drafts included.
+    max_num_seqs: requests that run at once. max_num_batched_tokens: rows of one step, drafts included; None: what suits
+    the backend.
     max_model_len: prompt and output of one request, in tokens; None: the model's own limit.
     kv_cache_memory: bytes for all caches: windows and open groups of max_num_seqs requests, and, with the rest, pages
     (compressed entries, index keys and the window entries behind the prefix cache).
@@ -28,7 +29,7 @@ class EngineConfig:
     """
 
     max_num_seqs: int = 64
-    max_num_batched_tokens: int = 512
+    max_num_batched_tokens: int | None = None
     max_model_len: int | None = None
     kv_cache_memory: int = 1 << 29
     page_tokens: int = 64
@@ -45,7 +46,6 @@ class EngineConfig:
             f"{name} = {getattr(self, name)!r}: expected at least {least}"
             for name, least in (
                 ("max_num_seqs", 1),
-                ("max_num_batched_tokens", 1),
                 ("kv_cache_memory", 1),
                 ("page_tokens", 1),
                 ("prefill_schedule_interval", 1),
@@ -55,6 +55,8 @@ class EngineConfig:
         ]
         if not self.decode_slowdown > 1:
             problems.append(f"decode_slowdown = {self.decode_slowdown}: expected more than 1")
+        if self.max_num_batched_tokens is not None and self.max_num_batched_tokens < 1:
+            problems.append(f"max_num_batched_tokens = {self.max_num_batched_tokens}: expected at least 1")
         if self.max_model_len is not None and self.max_model_len < 2:
             problems.append(f"max_model_len = {self.max_model_len}: expected at least 2")
         if self.rule not in RULES:

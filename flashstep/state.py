@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -76,8 +77,11 @@ def upload(values: Sequence[int], to: Tensor) -> None:
 class State:
     """Caches of up to `num_slots` requests.
 
-    `rows_per_request` bounds the rows of one request in one forward: rings hold a window and that many rows more, so
-    that rows of one forward never displace an entry which another row of it still sees, accepted or not.
+    `rows_per_request` bounds the rows of one request that rings hold beside a window, so that rows of one forward never
+    displace an entry which another row of it still sees, accepted or not. `chunk_rows` bounds the rows of one request
+    in one forward, and is the same number for implementations that read the rows of a forward out of the rings. Those
+    that do not may take longer chunks; the rings then keep their ends, and `begin_chunk`, `save_rows` put into pages
+    what `save_windows` will not find in the rings.
     """
 
     def __init__(
@@ -88,18 +92,23 @@ class State:
         num_pages: int | None = None,
         page_tokens: int = 128,
         rows_per_request: int = 512,
+        chunk_rows: int | None = None,
         max_model_len: int | None = None,
         keep_windows: bool = False,
         dtype: torch.dtype = torch.bfloat16,
         device: torch.device | str = "cpu",
     ) -> None:
-        """`keep_windows` gives pages room for window entries (`save_windows`, `attach`)."""
+        """`keep_windows` gives pages room for window entries (`save_windows`, `attach`).
+
+        `chunk_rows`: as many as `rows_per_request` where None.
+        """
         ratios = {layer: config.compress_ratios[layer] for layer in config.kv_source_layer_ids}
         if page_tokens % math.lcm(1, *ratios.values()):
             raise ValueError(f"page_tokens = {page_tokens}: expected a multiple of every ratio in {ratios}")
         self.config = config
         self.page_tokens = page_tokens
         self.rows_per_request = rows_per_request
+        self.chunk_rows = rows_per_request if chunk_rows is None else chunk_rows
         self.max_model_len = config.max_position_embeddings if max_model_len is None else max_model_len
         self.device = torch.device(device)
         self.ring = max(config.sliding_window, page_tokens) + rows_per_request
@@ -124,11 +133,13 @@ class State:
             layer: self._store("index key", num_pages, page_tokens // ratio, dtype=dtype)
             for layer, ratio in ratios.items()
         }
+        self.keeps_windows = keep_windows
         windows = layers + config.num_nextn_predict_layers if keep_windows else 0
         self.page_windows = self._store("window", windows, num_pages, page_tokens, dtype=dtype)
         self.page_table = zeros(num_slots, pages_per_slot, dtype=torch.int32)
         self.pool = PagePool(num_pages)
         self._pages: list[list[int]] = [[] for _ in range(num_slots)]
+        self._ring_starts = [0] * num_slots  # the first position that the rings hold, where a long chunk has run
         self._free_slots = list(range(num_slots))[::-1]
 
     def _store(self, kind: Kind, *shape: int, dtype: torch.dtype) -> Store:
@@ -205,6 +216,7 @@ class State:
             raise ValueError(f"slot {slot} is not in use")
         self.pool.drop(self._pages[slot])
         self._pages[slot] = []
+        self._ring_starts[slot] = 0
         self._free_slots.append(slot)
 
     def _add_pages(self, slot: int, pages: Sequence[int]) -> None:
@@ -215,13 +227,37 @@ class State:
     # -- sharing prefixes -----------------------------------------------------------------------------------------
 
     def save_windows(self, slot: int, page_number: int) -> None:
-        """Copy the window entries of one complete page of `slot` out of the rings, which will overwrite them."""
+        """Copy the window entries of one complete page of `slot` out of the rings, which will overwrite them.
+
+        Where a long chunk has displaced them already, they were saved with it.
+        """
+        if page_number * self.page_tokens >= self._ring_starts[slot]:
+            self._save(slot, page_number, self.page_tokens)
+
+    def _save(self, slot: int, page_number: int, count: int) -> None:
+        """Copy the window entries of the first `count` positions of a page out of the rings."""
         first = page_number * self.page_tokens
-        places = torch.arange(first, first + self.page_tokens, device=self.device) % self.ring
-        page = self._pages[slot][page_number]
-        layers = self.config.num_hidden_layers
-        self.page_windows[:layers, page] = self.window[:, slot, places]
-        self.page_windows[layers:, page] = self.draft_window[:, slot, places]
+        places = torch.arange(first, first + count, device=self.device) % self.ring
+        page, layers = self._pages[slot][page_number], self.config.num_hidden_layers
+        self._copy(self.page_windows, np.s_[:layers, page, :count], self.window, np.s_[:, slot, places])
+        self._copy(self.page_windows, np.s_[layers:, page, :count], self.draft_window, np.s_[:, slot, places])
+
+    @staticmethod
+    def _copy(to: Store, where: Any, values: Store, which: Any) -> None:
+        """Copy `values[which]` to `to[where]`, which holds values of the same kind."""
+        to[where] = values[which]
+
+    def begin_chunk(self, rows: Rows) -> None:
+        """To be called in front of a forward that writes no more than the ends of its rows to the rings."""
+        for span in rows.spans:
+            count = span.end - span.first
+            if count > self.rows_per_request:
+                number, kept = divmod(span.start, self.page_tokens)
+                if kept and self.keeps_windows:  # these will not be in the rings when their page is complete
+                    self._save(span.slot, number, kept)
+                self._ring_starts[span.slot] = max(0, span.start + count - self.ring)
+            else:
+                self._ring_starts[span.slot] = min(self._ring_starts[span.slot], span.start)
 
     def attach(self, slot: int, pages: Sequence[int], history: Tensor) -> None:
         """Start `slot`, which holds nothing yet, behind complete `pages` that were published with their windows.
@@ -237,8 +273,8 @@ class State:
         for number in range(max(0, len(pages) - needed), len(pages)):
             first = number * self.page_tokens
             places = torch.arange(first, first + self.page_tokens, device=self.device) % self.ring
-            self.window[:, slot, places] = self.page_windows[:layers, pages[number]]
-            self.draft_window[:, slot, places] = self.page_windows[layers:, pages[number]]
+            self._copy(self.window, np.s_[:, slot, places], self.page_windows, np.s_[:layers, pages[number]])
+            self._copy(self.draft_window, np.s_[:, slot, places], self.page_windows, np.s_[layers:, pages[number]])
         positions = torch.arange(border - len(history), border, device=self.device)
         self.history[slot, positions % self.ring] = history.int()
 
@@ -246,10 +282,10 @@ class State:
         """Raise ValueError where `rows` cannot be run: too many rows of a request, or positions without a page."""
         for span in rows.spans:
             count = span.end - span.first
-            if count > self.rows_per_request:
+            if count > self.chunk_rows:
                 raise ValueError(
-                    f"{count} rows of slot {span.slot} in one forward: at most rows_per_request = "
-                    f"{self.rows_per_request}; split the prompt into chunks"
+                    f"{count} rows of slot {span.slot} in one forward: at most {self.chunk_rows} (rows_per_request, "
+                    "chunk_rows); split the prompt into chunks"
                 )
             covered = len(self._pages[span.slot]) * self.page_tokens
             if span.start + count > covered:

@@ -10,9 +10,9 @@ import torch
 from flashstep import doctor
 from flashstep.config import ModelConfig
 from flashstep.loading import BUNDLED_MODEL
+from flashstep.memory import Need, check_memory
 from flashstep.specialized import loading
 from flashstep.specialized.loading import load_specialized
-from flashstep.specialized.memory import Need, check_memory
 
 GPU, CPU = torch.device("cuda"), torch.device("cpu")
 CONFIG = ModelConfig.from_file(BUNDLED_MODEL)
@@ -32,7 +32,7 @@ def test_needs_follow_the_placement():
 
 def test_the_need_covers_what_loading_takes():
     """The packed weights themselves, counted."""
-    from flashstep.specialized import weights as packed
+    from flashstep import packed_weights as packed
 
     made = packed.read(CONFIG, packed.RandomSource(CONFIG, 0, 1, CPU))
     seen: dict[int, int] = {}
@@ -83,7 +83,7 @@ def test_nothing_is_read_where_it_does_not_fit(monkeypatch):
     read: list[object] = []
     monkeypatch.setattr(loading.packed, "read", lambda *a, **k: read.append(a))
     need = Need.of(CONFIG, "device", CPU)
-    monkeypatch.setattr(loading, "free_memory", lambda device: (None, need.host - 1))
+    monkeypatch.setattr("flashstep.portable.loading.free_memory", lambda device: (None, need.host - 1))
     with pytest.raises(ValueError, match="--engram-placement mapped"):
         load_specialized(device="cpu")
     assert read == []

@@ -7,12 +7,12 @@ import json
 import pytest
 import torch
 
+from flashstep import packed_weights as packed
 from flashstep.checkpoint import Checkpoint
 from flashstep.draft import Draft
 from flashstep.loading import BUNDLED_MODEL, CheckpointReader
 from flashstep.model import Model
 from flashstep.packed_state import PackedState
-from flashstep.specialized import weights as packed
 from flashstep.specialized.model import SpecializedDraft, SpecializedModel
 from flashstep.state import Rows, State
 from flashstep.tiny import random_checkpoint, small_config

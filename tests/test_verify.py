@@ -42,6 +42,27 @@ def test_the_kernels_pass_as_a_whole_model() -> None:
 
 
 @needs_golden
+@pytest.mark.slow
+def test_the_portable_kernels_pass_on_a_short_prompt(tmp_path: Path) -> None:
+    """A few rows, for the interpreter takes seconds for each; on a GPU `flashstep verify` takes all of them."""
+    steps = 2
+    for name in ("config.json", "tokenizer.json"):
+        shutil.copy(GOLDEN / "a" / name, tmp_path)
+    for file in (GOLDEN / "a").glob("model*"):
+        shutil.copy(file, tmp_path)
+    recorded = load_file(GOLDEN / "a" / "vectors" / "p1.safetensors")
+    by_step = {"decode_logits", "draft_ids", "draft_logits", "confidence"}
+    kept = {name: value[:steps] for name, value in recorded.items() if name in by_step}
+    kept |= {name: recorded[name] for name in ("prompt", "prefill_logits")}
+    kept["decode_tokens"] = recorded["decode_tokens"][: steps + 1]
+    (tmp_path / "vectors").mkdir()
+    save_file({name: value.contiguous() for name, value in kept.items()}, tmp_path / "vectors" / "p1.safetensors")
+    report = verify(tmp_path, backend="portable")
+    assert report.passed, report.failures
+    assert sum(row.mode == "bf16" for row in report.rows) == 5
+
+
+@needs_golden
 def test_golden_passes() -> None:
     report = verify(GOLDEN)
     assert report.passed, report.failures
@@ -146,7 +167,7 @@ def test_directories_without_vectors_are_an_error(tmp_path: Path) -> None:
 
 
 def test_an_unknown_backend_lists_those_there_are(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="no backend 'nonesuch': expected one of hopper, reference"):
+    with pytest.raises(ValueError, match="no backend 'nonesuch': expected one of hopper, portable, reference"):
         verify(tmp_path, backend="nonesuch")
 
 

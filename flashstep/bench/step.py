@@ -21,12 +21,12 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
+from flashstep import packed_weights as packed
 from flashstep.bench.replay import capture, interleaved_ms, read_ceiling_tb_s
 from flashstep.bench.timeline import kernel_times, write_timeline
 from flashstep.config import ModelConfig
 from flashstep.packed_state import PackedState
 from flashstep.params import SamplingParams
-from flashstep.specialized import weights as packed
 from flashstep.specialized.graph import GraphDecoder
 from flashstep.specialized.model import SpecializedModel
 
@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
     ceiling = read_ceiling_tb_s()
     record: dict[str, Any] = {
         "command": "flashstep " + " ".join(sys.argv[1:]),
-        "machine": _machine(),
+        "machine": machine(),
         "settings": {
             "world": args.world,
             "num_layers": config.num_hidden_layers,
@@ -242,7 +242,8 @@ def _check(args: argparse.Namespace) -> None:
         raise ValueError("; ".join(problems))
 
 
-def _machine() -> dict[str, str]:
+def machine() -> dict[str, str]:
+    """What a record says of the device and the software."""
     properties = torch.cuda.get_device_properties(0)
     commit = subprocess.run(
         ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"], capture_output=True, text=True

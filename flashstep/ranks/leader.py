@@ -108,6 +108,7 @@ class LeadingState(State):
             "num_pages": self.pool.num_pages,
             "page_tokens": self.page_tokens,
             "rows_per_request": self.rows_per_request,
+            "chunk_rows": self.chunk_rows,
             "max_model_len": self.max_model_len,
             "keep_windows": keep_windows,
             "dtype": self.window.dtype,

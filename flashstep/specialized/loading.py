@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, cast
 
 import torch
 
-from flashstep.chat import Tokenizer
-from flashstep.checkpoint import Checkpoint
-from flashstep.config import ModelConfig
+from flashstep import doctor
+from flashstep import packed_weights as packed
 from flashstep.draft import Draft
 from flashstep.executor import Step
-from flashstep.loading import BUNDLED_MODEL, LoadedModel, check_device, token_map
+from flashstep.loading import BUNDLED_MODEL, LoadedModel
 from flashstep.model import Model
 from flashstep.packed_state import PackedState
-from flashstep.specialized import weights as packed
+from flashstep.portable.loading import CHUNK_ROWS, read_packed, reads
+from flashstep.portable.model import PortableModel
 from flashstep.specialized.graph import GraphDecoder
-from flashstep.specialized.memory import Need, check_memory, free_memory
 from flashstep.specialized.model import SpecializedDraft, SpecializedModel
 from flashstep.specialized.plan import MAX_ROWS
 from flashstep.specialized.step import SpecializedStep
@@ -33,7 +31,6 @@ class SpecializedLoadedModel(LoadedModel):
     """A model whose steps run on the specialized kernels."""
 
     state_type: ClassVar[type[State]] = PackedState
-    max_rows: ClassVar[int | None] = MAX_ROWS
 
     def step(self, state: State, **options: Any) -> Step:
         """As of `LoadedModel`, with steady decoding as one graph."""
@@ -57,28 +54,30 @@ def load_specialized(
     engram: Placement = "device",
     max_rows: int = MAX_ROWS,
     wgmma: bool = True,
-    progress: Callable[[str, int, int], None] | None = None,
+    prefill: bool | None = None,
+    progress: packed.Progress | None = None,
 ) -> LoadedModel:
     """Load the model directory `path` onto one device, packed.
 
-    random_weights: read its configuration and tokenizer alone and make up the weights; num_layers: of these, only so
-    many. The text is then worthless, the time is not. engram: where the tables lie. max_rows, wgmma: as of
-    `SpecializedModel`. Raises as `load`, and ValueError before anything is read where the memory does not suffice.
+    random_weights, num_layers, engram: as of `read_packed`. max_rows, wgmma: as of `SpecializedModel`. prefill:
+    whether the portable kernels serve forwards of more rows; None: where this machine can run them. Raises as
+    `read_packed`.
     """
-    path, device = Path(path), torch.device(device)
-    check_device(device)
-    if random_weights:
-        config = ModelConfig.from_file(path)
-        config = config if num_layers is None else config.first_layers(num_layers)
-        source: packed.Source = packed.RandomSource(config, 0, 1, device, engram=engram)
-    else:
-        if num_layers is not None:
-            raise ValueError("--num-layers goes with random weights: a checkpoint is served whole")
-        checkpoint = Checkpoint.open(path)
-        config, source = checkpoint.config, packed.CheckpointSource(checkpoint, 0, 1, device, engram)
-    check_memory(Need.of(config, engram, device), free_memory(device), engram)
-    tokenizer = Tokenizer.load(path)
-    weights = packed.read(config, source, progress=progress)
-    model = SpecializedModel(weights, token_map(path, config), max_rows=max_rows, wgmma=wgmma)
+    device = torch.device(device)
+    found = read_packed(
+        path, device, random_weights=random_weights, num_layers=num_layers, engram=engram, progress=progress
+    )
+    if prefill is None:
+        prefill = doctor.backend("portable").available and reads(engram, device)
+    prompts = PortableModel(found.weights, found.token_map) if prefill else None
+    model = SpecializedModel(found.weights, found.token_map, max_rows=max_rows, wgmma=wgmma, prompts=prompts)
     # The engine and the step ask of a model what these two offer as well.
-    return SpecializedLoadedModel(path, config, tokenizer, cast(Model, model), cast(Draft, SpecializedDraft(model)))
+    loaded = SpecializedLoadedModel(
+        found.path, found.config, found.tokenizer, cast(Model, model), cast(Draft, SpecializedDraft(model))
+    )
+    if prompts is None:
+        loaded.max_rows = max_rows
+    else:
+        loaded.usual_rows = CHUNK_ROWS
+    loaded.ring_rows = max_rows
+    return loaded

@@ -1,7 +1,7 @@
 """The specialized kernels behind the interface of `Model` and `Draft`: any rows in, values out, the host decides.
 
-Serves prompts, in chunks of up to `MAX_ROWS` rows, and requests about which the host has to decide between two steps.
-Steady decoding does not come through here (`graph.py`).
+Serves requests about which the host has to decide between two steps, and prompts, in chunks of up to `MAX_ROWS` rows;
+longer ones where the portable kernels take them. Steady decoding does not come through here (`graph.py`).
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from flashstep.formats import Numerics, fp8_quantize, ue8m0_encode
 from flashstep.jit import Launch
 from flashstep.model import Output, Trace, untraced
 from flashstep.packed_state import PackedState
+from flashstep.packed_weights import Weights
+from flashstep.portable.model import PortableDraft, PortableModel
 from flashstep.specialized.plan import MAX_ROWS, BlockInputs, Plan, RowInputs
-from flashstep.specialized.weights import Weights
 from flashstep.state import Rows, State
 
 # A forward runs in the smallest of these that its rows fit in; the rest of the rows are inactive.
@@ -61,15 +62,24 @@ class Chain:
 class SpecializedModel:
     """The backbone of one rank. All ranks of a world make the same calls."""
 
-    def __init__(self, weights: Weights, token_map: Tensor, *, wgmma: bool = True, max_rows: int = MAX_ROWS) -> None:
+    def __init__(
+        self,
+        weights: Weights,
+        token_map: Tensor,
+        *,
+        wgmma: bool = True,
+        max_rows: int = MAX_ROWS,
+        prompts: PortableModel | None = None,
+    ) -> None:
         """token_map: [vocab] compressed Engram ids. wgmma: the product of SM90 where there is one.
 
-        max_rows: of one forward; fewer save buffers and compiled variants.
+        max_rows: of one forward of these kernels; fewer save buffers and compiled variants. prompts: serves forwards
+        of more rows, over the same weights and states.
         """
         self.weights, self.config, self.device = weights, weights.config, weights.device
         self.num = Numerics()
         self.token_map = token_map.to(self.device)
-        self._wgmma, self.max_rows = wgmma, max_rows
+        self._wgmma, self.max_rows, self.prompts = wgmma, max_rows, prompts
         self._plans: dict[int, Plan] = {}
         self._chains: dict[tuple[int, str, int], tuple[Chain, RowInputs, Tensor]] = {}
 
@@ -97,6 +107,8 @@ class SpecializedModel:
     @torch.inference_mode()
     def forward(self, state: State, rows: Rows, trace: Trace = untraced) -> Output:
         """Run `rows`, which may be of several requests, and write the caches. Pages must be reserved."""
+        if self.prompts is not None and len(rows.tokens) > self.max_rows:
+            return self.prompts.forward(state, rows, trace)
         state.check(rows)
         plan, count = self.plan(state), len(rows.tokens)
         size = bucket(count, plan.max_rows)
@@ -125,12 +137,16 @@ class SpecializedDraft:
 
     def __init__(self, model: SpecializedModel) -> None:
         self.model, self.config = model, model.config
+        self._prompts = None if model.prompts is None else PortableDraft(model.prompts)
         self._heads = model.weights.draft.heads
         self._markov_head = model.weights.draft.markov_head.float()
 
     @torch.inference_mode()
     def observe(self, state: State, rows: Rows, taps: Tensor) -> None:
         """Write what committed `rows` leave in the draft's windows; `taps` as `Output.taps`."""
+        if self._prompts is not None and len(rows.tokens) > self.model.max_rows:
+            self._prompts.observe(state, rows, taps)
+            return
         model, plan = self.model, self.model.plan(state)
         weights = model.weights
         width = weights.draft.main_proj.columns

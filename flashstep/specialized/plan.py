@@ -15,7 +15,7 @@ from torch import Tensor
 
 from flashstep.jit import Launch
 from flashstep.packed_state import PackedState
-from flashstep.specialized.weights import Block, HyperConnection, Weights
+from flashstep.packed_weights import Block, HyperConnection, Weights
 from flashstep.stages.attention import cuda as attention
 from flashstep.stages.boundary import cuda as boundary
 from flashstep.stages.dense import cuda as dense

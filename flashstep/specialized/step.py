@@ -85,7 +85,7 @@ class SpecializedStep(Step):
     def __call__(self, requests: Sequence[Request], limits: Sequence[int] | None = None) -> list[StepResult]:
         """Advance each request by one step; a request that joins the steady batch may have to wait for the next."""
         if limits is None:
-            limits = [self.state.rows_per_request - self.num_speculative_tokens] * len(requests)
+            limits = [self.state.chunk_rows - self.num_speculative_tokens] * len(requests)
         work = dict(zip(requests, limits, strict=True))
         steady = [request for request, limit in work.items() if limit >= 1 and self._is_steady(request)]
         steady = steady[: self._decoder.max_requests]

@@ -47,15 +47,31 @@ class Backend:
     state: type[State] = State
     whole_only: str = ""  # why only whole models in bf16 are compared; empty: everything is
     max_rows: int = 1 << 20  # of one forward
+    ring_rows: int | None = None  # rows of one request that rings hold; None: those of a forward
 
 
 def _kernels(config: ModelConfig, checkpoint: Checkpoint, token_map: Tensor, num: Numerics) -> Any:
-    from flashstep.specialized import weights
+    from flashstep import packed_weights as weights
     from flashstep.specialized.model import SpecializedModel
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     packed = weights.read(config, weights.CheckpointSource(checkpoint, 0, 1, device))
     return SpecializedModel(packed, token_map, max_rows=_KERNEL_ROWS)
+
+
+def _portable(config: ModelConfig, checkpoint: Checkpoint, token_map: Tensor, num: Numerics) -> Any:
+    from flashstep import packed_weights as weights
+    from flashstep.portable.model import PortableModel
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    packed = weights.read(config, weights.CheckpointSource(checkpoint, 0, 1, device))
+    return PortableModel(packed, token_map)
+
+
+def _portable_draft(model: Any, checkpoint: Checkpoint) -> Any:
+    from flashstep.portable.model import PortableDraft
+
+    return PortableDraft(model)
 
 
 def _kernel_draft(model: Any, checkpoint: Checkpoint) -> Any:
@@ -64,6 +80,7 @@ def _kernel_draft(model: Any, checkpoint: Checkpoint) -> Any:
     return SpecializedDraft(model)
 
 
+_WHOLE_ONLY = "kernels are compared as a whole model in bf16; their parts in the tests beside them"
 _KERNEL_ROWS = 16  # one bucket more or less is compiled in seconds, but emulated in minutes
 _STAGES = (formats, ops, attention, boundary, engram, head, indexer, moe)
 BACKENDS: dict[str, Backend] = {
@@ -73,8 +90,16 @@ BACKENDS: dict[str, Backend] = {
         _kernels,
         _kernel_draft,
         state=PackedState,
-        whole_only="kernels are compared as a whole model in bf16; their parts in the tests beside them",
+        whole_only=_WHOLE_ONLY,
         max_rows=_KERNEL_ROWS,
+    ),
+    "portable": Backend(
+        *_STAGES,
+        _portable,
+        _portable_draft,
+        state=PackedState,
+        whole_only=_WHOLE_ONLY,
+        ring_rows=16,
     ),
 }
 """By the names that `--backend` takes."""

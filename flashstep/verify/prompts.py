@@ -84,6 +84,7 @@ class EndToEnd:
             self.advance,
             kind=self.backend.state,
             max_rows=self.backend.max_rows,
+            ring_rows=self.backend.ring_rows,
         )
         medians = []
         for record, run in zip(recorded.values(), runs, strict=True):

@@ -68,16 +68,25 @@ class _Collected:
 
 
 def state_for(
-    config: ModelConfig, model: Model, lengths: Sequence[int], rows_per_request: int, kind: type[State] = State
+    config: ModelConfig,
+    model: Model,
+    lengths: Sequence[int],
+    rows_per_request: int,
+    kind: type[State] = State,
+    ring_rows: int | None = None,
 ) -> State:
-    """A state of `kind` with one slot, filled with pages, for each request of `lengths` positions."""
+    """A state of `kind` with one slot, filled with pages, for each request of `lengths` positions.
+
+    rows_per_request: in one forward; ring_rows: that rings hold, where these are not as many.
+    """
     page = 16 * math.lcm(1, *(config.compress_ratios[layer] for layer in config.kv_source_layer_ids))
     state = kind(
         config,
         num_slots=len(lengths),
         num_pages=sum(-(-length // page) for length in lengths),
         page_tokens=page,
-        rows_per_request=rows_per_request,
+        rows_per_request=rows_per_request if ring_rows is None else ring_rows,
+        chunk_rows=rows_per_request,
         dtype=model.num.dtype,
         device=model.device,
     )
@@ -94,14 +103,16 @@ def run_all(
     *,
     kind: type[State] = State,
     max_rows: int = 1 << 20,
+    ring_rows: int | None = None,
 ) -> list[Run]:
     """Feed all `prompts`; `advance` is called after each prompt and each step.
 
-    kind: of the state that the model reads. max_rows: of one forward; longer prompts come in chunks.
+    kind: of the state that the model reads. max_rows: of one forward; longer prompts come in chunks. ring_rows: as of
+    `state_for`.
     """
     config = model.config
     longest = min(max_rows, max(len(p.prompt) for p in prompts))
-    state = state_for(config, model, [len(p.fed) for p in prompts], longest, kind)
+    state = state_for(config, model, [len(p.fed) for p in prompts], longest, kind, ring_rows)
     collected = [_Collected() for _ in prompts]
 
     def forward(parts: list[tuple[int, int, list[int]]]) -> None:

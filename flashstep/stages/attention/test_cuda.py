@@ -354,9 +354,9 @@ class Forward:
         return terms * (3 * 2.0**-8 + 2.0**-11) + 1e-30, squares * 2.0**-18 / 3
 
 
-def check(case: Case, device: torch.device, random: torch.Generator) -> Forward:
+def check(case: Case, device: torch.device, random: torch.Generator, kind: type[Forward] = Forward) -> Forward:
     """Run, compare with the reference, run again."""
-    forward = Forward(case, random)
+    forward = kind(case, random)
     got = forward.run(device)
     want, bound, variance = forward.expected()
     difference = (got.double() - want.double()).abs()

@@ -123,21 +123,7 @@ class Compression:
         products = torch.randn(rows, width + 5) * 3
         column = 4  # the products stand among others
         products = torch.cat((products, torch.full((rows, 3), float("nan"))), dim=1)
-        raw = cuda.Product(products.to(self.device), column)
-        for launch in cuda.compress(
-            config,
-            self.layer,
-            row_position=batch.positions.to(self.device),
-            row_slot=batch.slots.to(self.device),
-            raw=raw,
-            ring=self.ring,
-            norm=self.compressor.norm.to(self.device),
-            wk=cuda.pack_wk(self.wk).to(self.device),
-            k_norm=self.index_key.k_norm.to(self.device),
-            frequencies=self.rope.frequencies.to(self.device),
-            cache=self.cache,
-        ):
-            launch()
+        self.compress(batch, products, column)
         values = products[:, column : column + width].unflatten(1, (self.parts, -1))
         if self.ratio == 1:
             values = values.bfloat16().float()
@@ -154,6 +140,24 @@ class Compression:
                 turn = self.rope.at(torch.tensor([entry * self.ratio]))
                 key = reference.index_key(latent, turn, self.index_key, config, NUM)
                 self.entries[slot, entry] = (reference.kv_entry(latent, turn, NUM)[0], key[0])
+
+    def compress(self, batch: Batch, products: Tensor, column: int) -> None:
+        """The kernel; the products stand in `products` from `column` on."""
+        raw = cuda.Product(products.to(self.device), column)
+        for launch in cuda.compress(
+            self.config,
+            self.layer,
+            row_position=batch.positions.to(self.device),
+            row_slot=batch.slots.to(self.device),
+            raw=raw,
+            ring=self.ring,
+            norm=self.compressor.norm.to(self.device),
+            wk=cuda.pack_wk(self.wk).to(self.device),
+            k_norm=self.index_key.k_norm.to(self.device),
+            frequencies=self.rope.frequencies.to(self.device),
+            cache=self.cache,
+        ):
+            launch()
 
     def check(self) -> None:
         """The rings are equal bit for bit, what was not written is untouched, entries and keys are the reference's.
@@ -414,6 +418,7 @@ def random_case(
     *,
     pages: int = 16,
     integers: bool = False,
+    kind: type[Case] | None = None,
     **overrides: object,
 ) -> Case:
     """Keys up to the newest entry that a row may see, poison behind; `integers` makes scores exact and ties common."""
@@ -439,7 +444,7 @@ def random_case(
         query[:, 7::32] = 6.0
         weights = torch.randint(-1, 3, (rows, heads)) * (1 + 2.0**-10 * torch.randint(-1, 2, (rows, heads)))
         frequencies = torch.zeros_like(frequencies)
-    return Case(config, layer, batch, cache, query, weights, frequencies, pages * PAGE_TOKENS, device)
+    return (kind or Case)(config, layer, batch, cache, query, weights, frequencies, pages * PAGE_TOKENS, device)
 
 
 def write_keys(cache: cuda.Cache, slot: int, keys: Tensor) -> None:
