@@ -1,9 +1,9 @@
 // Sparse attention over the window and the chosen compressed entries (section 5).
 //
 // attend: SPLIT blocks (a cluster) share a row and up to 16 of its heads; more heads are HEAD_GROUPS clusters. Each
-// block takes a fixed part of the row's places for entries, ENTRIES at a time; tiles of 8 hold entries of one kind. Warp
-// w of K_WARPS x N_WARPS has a slice of the columns and a part of the tiles, and lane l of it entry l / 4 of a tile,
-// columns by l % 4. Per ENTRIES:
+// block takes a fixed part of the row's places for entries, ENTRIES at a time; tiles of 8 hold entries of one kind.
+// Warp w of K_WARPS x N_WARPS has a slice of the columns and a part of the tiles, and lane l of it entry l / 4 of a
+// tile, columns by l % 4. Per ENTRIES:
 //   1. codes become bf16 in shared memory. What a lane puts there of a tile is its operand of the first product
 //      (m16n8k16, heads as m, padded to 16). A block that takes its part at once does this before its turn, but for the
 //      entries that are not there yet: behind the wait nothing is left but q and products;
@@ -21,25 +21,25 @@
 
 constexpr int WARPS = HEAD_DIM / WARP_COLUMNS, THREADS = 32 * WARPS;
 constexpr int N_WARPS = 2, K_WARPS = WARPS / N_WARPS;
-constexpr int LANE_COLUMNS = HEAD_DIM / K_WARPS / 4, LANE_PIECES = LANE_COLUMNS / 8;  // of an entry, in the first product
-constexpr int WARP_PIECES = WARP_COLUMNS / 8;             // of the output
-constexpr int TILES = ENTRIES / 8, TILES_OF_WARP = TILES / N_WARPS;       // of a chunk
+constexpr int LANE_COLUMNS = HEAD_DIM / K_WARPS / 4, LANE_PIECES = LANE_COLUMNS / 8;  // in the first product
+constexpr int WARP_PIECES = WARP_COLUMNS / 8;                        // of the output
+constexpr int TILES = ENTRIES / 8, TILES_OF_WARP = TILES / N_WARPS;  // of a chunk
 constexpr int OTHER_TILES = (OTHERS + 7) / 8, ROW_TILES = OTHER_TILES + (WINDOW + 7) / 8;
 constexpr int BLOCK_TILES = (ROW_TILES + SPLIT - 1) / SPLIT, CHUNKS = (BLOCK_TILES + TILES - 1) / TILES;
 constexpr int PLACES = CHUNKS * ENTRIES;
-constexpr bool WHOLE = CHUNKS == 1;                       // a block's part at once
-constexpr int BUFFERS = WHOLE ? 1 : 2;                    // one is multiplied, the next one filled
+constexpr bool WHOLE = CHUNKS == 1;             // a block's part at once
+constexpr int BUFFERS = WHOLE ? 1 : 2;          // one is multiplied, the next one filled
 constexpr int ALL_HEADS = HEADS * HEAD_GROUPS;
 constexpr int ENTRY_BYTES = 2 * HEAD_DIM + 16;  // an odd number of 16 bytes: rows at the same piece meet in no bank
 constexpr int SCORES = ENTRIES + 8;             // 8 or 24 modulo 32: neither stores nor loads meet in a bank
 constexpr int PROBABILITIES = ENTRIES + 8;      // an odd number of 16 bytes
-constexpr int HEAD_LANES = WARPS >= 16 ? 32 : 16;          // that share a head in the softmax
+constexpr int HEAD_LANES = WARPS >= 16 ? 32 : 16;  // that share a head in the softmax
 constexpr int PAIRS_OF_LANE = (ENTRIES + 2 * HEAD_LANES - 1) / (2 * HEAD_LANES);  // of entries
 constexpr int HEADS_AT_ONCE = THREADS / HEAD_LANES, HEAD_ROUNDS = (16 + HEADS_AT_ONCE - 1) / HEADS_AT_ONCE;
 constexpr int SLICES = WARPS / SPLIT, COLUMNS = WARP_COLUMNS * SLICES;  // of the output, that a block stores
-constexpr int TURNING = HEAD_DIM - ROPE;                   // columns from here on turn
-constexpr int LATE = 1 << 30;                              // of a place: written by a kernel that may still run
-constexpr float KEPT = 5.421010862427522e-20f;             // 2^-64
+constexpr int TURNING = HEAD_DIM - ROPE;        // columns from here on turn
+constexpr int LATE = 1 << 30;                   // of a place: written by a kernel that may still run
+constexpr float KEPT = 5.421010862427522e-20f;  // 2^-64
 
 static_assert(WARP_COLUMNS == 32 || WARP_COLUMNS == 64, "16 or 32 columns of an entry a lane, of one scale of fp8");
 static_assert(HEAD_DIM <= 512 && HEAD_DIM % (N_WARPS * WARP_COLUMNS) == 0 && WARPS % SPLIT == 0, "columns");
@@ -55,7 +55,7 @@ struct Mail {
   float2 softmax[SPLIT][HEADS];                        // maximum and sum
 };
 
-struct Source { const u8 *codes, *scales; };
+struct Source { const u8 *codes, *scales; };  // of an entry
 
 struct Shared {
   alignas(16) u8 entries[BUFFERS][ENTRIES][ENTRY_BYTES];
@@ -146,7 +146,8 @@ DEVICE void load_entries(Raw (&raw)[TILES_OF_WARP], const Shared& s, int rank, i
     if (late ? !is_late(s.places[entry]) : s.places[entry] < 0) continue;
     Source from = s.sources[entry];
     bool fp8 = is_fp8(rank * BLOCK_TILES + chunk * TILES + tile_of_warp(i));
-    const u8 *codes = from.codes + (fp8 ? column : column / 2), *scales = from.scales + (fp8 ? column / 32 : column / 16);
+    const u8* codes = from.codes + (fp8 ? column : column / 2);
+    const u8* scales = from.scales + (fp8 ? column / 32 : column / 16);
     load_codes<LANE_COLUMNS / 8>(raw[i].codes, codes);
     if (fp8) load_codes<LANE_COLUMNS / 8>(raw[i].codes + LANE_COLUMNS / 8, codes + LANE_COLUMNS / 2);
     if (LANE_PIECES == 4 && !fp8) raw[i].scales = load_l2((const u16*)scales);
@@ -230,8 +231,8 @@ DEVICE void arrange_query(Query& q, const Shared& s) {
   }
 }
 
-// The warp's part of the scores of a tile: of entries l / 4 of heads by the first product. Of a whole block the lanes find
-// the entries where they have put them (`store_entries`), else they put them there for the second product.
+// The warp's part of the scores of a tile, over its columns. Of a whole block the lanes find the entries where they
+// have put them (`store_entries`), else they put them there for the second product.
 template <bool FP8> DEVICE void score_tile(float (&d)[2][4], const Query& q, const Raw& raw, u8* pieces) {
   u32 scales = WHOLE ? 0 : expand_scales<FP8>(raw.scales);
 #pragma unroll
@@ -507,7 +508,8 @@ KERNEL(attend, Attend, THREADS, 2) {
 
   Raw raw[TILES_OF_WARP] = {};
   // Of a part that comes in chunks, the first one may be on its way if all of it was chosen before.
-  const bool ahead = WHOLE || (!waited && OTHERS && !BLOCK && !choice_is_late && rank * BLOCK_TILES + TILES <= OTHER_TILES);
+  const bool chosen_before = !waited && OTHERS && !BLOCK && !choice_is_late;
+  const bool ahead = WHOLE || (chosen_before && rank * BLOCK_TILES + TILES <= OTHER_TILES);
   if (ahead) load_entries(raw, s, rank, 0, false);
   if (WHOLE) store_entries(s, raw, rank, false);
   if (!waited) {

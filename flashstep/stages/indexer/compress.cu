@@ -1,9 +1,9 @@
 // Compressor of a KV source (section 6): what the rows of a forward add to the raw ring, the compressed cache and the
 // index keys.
 //
-// A block takes eight rows, two warps each, so that the index keys of all eight are one product per piece of wk. wk comes
-// into shared memory before the wait for the kernel in front: it is most of what this kernel reads. In registers it would
-// keep the block from starting beside others.
+// A block takes eight rows, two warps each, so that the index keys of all eight are one product per piece of wk. wk
+// comes into shared memory before the wait for the kernel in front: it is most of what this kernel reads. In registers
+// it would keep the block from starting beside others.
 #include "common.cuh"
 
 // Constants: HEAD_DIM, INDEX_HEAD_DIM, ROPE_DIMS, RATIO, ENTRIES_PER_PAGE, RMS_EPS.
@@ -44,8 +44,8 @@ DEVICE const float2* raw_values(const Compress& p, int row, int back, int slot, 
   return (const float2*)(p.ring + ((i64)slot * p.ring_length + (position - back) % p.ring_length) * (PARTS * HEAD_DIM));
 }
 
-// Pools the group that the row closes, whose own values are `own`: pooled[j] is the lane's j-th pair, rounded to bf16. A
-// softmax over the group's tokens, per channel, with running maximum and sum.
+// Pools the group that the row closes, whose own values are `own`: pooled[j] is the lane's j-th pair, rounded to bf16.
+// A softmax over the group's tokens, per channel, with running maximum and sum.
 DEVICE void pool(float2 (&pooled)[PAIRS], const float2 (&own)[PARTS * PAIRS], const Compress& p, int row, int slot,
                  int position) {
   float2 top[PAIRS], weight[PAIRS];
@@ -109,8 +109,8 @@ DEVICE void write_entry(const Compress& p, const float2 (&latent)[PAIRS], const 
 
 // The index key of an entry from wk times its latent, in two parts: norm, rotation, e2m1 with one UE8M0 scale per 32
 // columns.
-DEVICE void write_key(const Compress& p, const float* first, const float* second, const u32 (&norm)[KEY_PAIRS], const float2* turns,
-                      i64 place) {
+DEVICE void write_key(const Compress& p, const float* first, const float* second, const u32 (&norm)[KEY_PAIRS],
+                      const float2* turns, i64 place) {
   float2 key[KEY_PAIRS];
 #pragma unroll
   for (int j = 0; j < KEY_PAIRS; j++) {

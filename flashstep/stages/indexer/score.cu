@@ -1,7 +1,7 @@
 // Scores of index keys (section 7), for one wave of the plan: the sum over heads of relu(query . key) * weight.
 //
-// A block takes a part of the tiles of keys. It rotates and quantizes the queries of their rows itself, in shared memory:
-// that is as much to read as operands that a kernel in front would have prepared.
+// A block takes a part of the tiles of keys. It rotates and quantizes the queries of their rows itself, in shared
+// memory: that is as much to read as operands that a kernel in front would have prepared.
 //
 // The products are bf16 ones of exact operands: an e2m1 value times its power-of-two scale fits bf16, and the sum over
 // columns is exact in float32 unless the scales of a key lie very far apart. Equal keys give equal scores wherever they
@@ -215,8 +215,9 @@ struct Part { int first, last, share; };
 
 DEVICE Part part_of(const Group& group, int begin, int end) {
   int cost = group.rows + DECODE_COST;
-  Part part = {max((begin - group.cost + cost - 1) / cost, 0), min((end - group.cost + cost - 1) / cost, tiles_of(group)), 1};
-  while (part.share < WARPS && part.share < group.rows && (part.last - part.first) * part.share < WARPS) part.share *= 2;
+  Part part = {max((begin - group.cost + cost - 1) / cost, 0), 0, 1};
+  part.last = min((end - group.cost + cost - 1) / cost, tiles_of(group));
+  while (part.share < min(WARPS, group.rows) && (part.last - part.first) * part.share < WARPS) part.share *= 2;
   return part;
 }
 DEVICE int first_tile(const Part& part) { return part.first + warp_id() / part.share; }
