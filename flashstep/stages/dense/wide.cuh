@@ -1,7 +1,7 @@
 // Products of more than 8 rows by wgmma: ROW_TILES tiles of 8 rows at a time beside 64 outputs.
 //
-// A block takes 64 outputs, whose K its warpgroups share, or 64 for each warpgroup (K_PARTS). A lane's part of the
-// weights is in registers before the wait, bf16 decoded; rows come in passes, by bulk copies into shared memory, a pass
+// A block takes 64 outputs, whose K its warpgroups share, or 64 for each warpgroup. A lane's part of the weights is asked
+// for before the wait and stays in registers, bf16 decoded; rows come in passes, by bulk copies into shared memory, a pass
 // ahead of the products. fp8 x fp8: a group of 32 columns has accumulators of its own, which are scaled and added while
 // the next group's product runs; the tensor core keeps about 13 bits below the largest product of a group.
 //
@@ -43,48 +43,23 @@ template <int KIND, class P> DEVICE void wide_block(const P& p, int s, int first
   };
   float* w_scales = (float*)(shared + X_AT + X_BUFFERS * ROW_TILES * (X_TILE + (KIND == FP8 ? SLICE * 32 : 0))) + warp * PER;
 
-  u32 a[PER][REGISTERS];
-  {
-    bool here = whole_blocks(KIND) || (first_tile + tile) * 16 < outputs_of(s);
-    const u8* weight = p.weight[s] + (i64)(first_tile + tile) * (packed_groups(KIND) * group_bytes(KIND));
-    const u8* units = weight + (b.first_group + first) * unit_bytes(KIND) + lane * 16;
-    const float* scales = (const float*)(weight + packed_groups(KIND) * unit_bytes(KIND)) + b.first_group + first;
-    auto exists = [&](int g) { return here && (EVEN || first + g < b.groups); };
-    Unit units_ahead[PER];
+  bool here = whole_blocks(KIND) || (first_tile + tile) * 16 < outputs_of(s);
+  const u8* weight = p.weight[s] + (i64)(first_tile + tile) * (packed_groups(KIND) * group_bytes(KIND));
+  const u8* units_at = weight + (b.first_group + first) * unit_bytes(KIND) + lane * 16;
+  const float* scales_at = (const float*)(weight + packed_groups(KIND) * unit_bytes(KIND)) + b.first_group + first;
+  auto exists = [&](int g) { return here && (EVEN || first + g < b.groups); };
+  Unit units[PER];
 #pragma unroll
-    for (int g = 0; g < PER; ++g) {
-      units_ahead[g].first = units_ahead[g].second = make_uint4(0, 0, 0, 0);
-      if (exists(g)) stream_unit<KIND>(units_ahead[g], units + g * unit_bytes(KIND));
-    }
-    float scale[(PER + 31) / 32];
-    if (KIND != BF16) {
+  for (int g = 0; g < PER; ++g) {
+    units[g].first = units[g].second = make_uint4(0, 0, 0, 0);
+    if (exists(g)) stream_unit<KIND>(units[g], units_at + g * unit_bytes(KIND));
+  }
+  float scale[(PER + 31) / 32];
 #pragma unroll
-      for (int i = 0; i < (PER + 31) / 32; ++i) {
-        int g = i * 32 + lane;
-        scale[i] = 0.0f;
-        if (g < PER && exists(g)) scale[i] = scales[g];
-      }
-    }
-#pragma unroll
-    for (int g = 0; g < PER; ++g) {
-      uint4 words = units_ahead[g].first;
-      if constexpr (KIND == FP8) {
-        a[g][0] = words.x, a[g][1] = words.y, a[g][2] = words.z, a[g][3] = words.w;
-      } else {
-        Operand w;
-        if (KIND == FP8_AT_BF16)
-          units_ahead[g].first = make_uint4(columns_of_16(words.x), columns_of_16(words.y), columns_of_16(words.z),
-                                            columns_of_16(words.w));
-        decode_unit<KIND>(w, units_ahead[g], KIND == BF16 ? 1.0f : shuffle(scale[g / 32], g % 32));
-#pragma unroll
-        for (int i = 0; i < REGISTERS; ++i) a[g][i] = w.a[i];
-      }
-    }
-    if constexpr (KIND == FP8) {  // read by the same warp, behind a barrier
-#pragma unroll
-      for (int i = 0; i < (PER + 31) / 32; ++i)
-        if (i * 32 + lane < PER) w_scales[i * 32 + lane] = scale[i];
-    }
+  for (int i = 0; i < (PER + 31) / 32; ++i) {
+    int g = i * 32 + lane;
+    scale[i] = 0.0f;
+    if (KIND != BF16 && g < PER && exists(g)) scale[i] = scales_at[g];
   }
   if constexpr (!EVEN) {  // groups that are not there: zeros, since 0 times NaN is NaN
     for (int i = threadIdx.x; i < X_BUFFERS * ROW_TILES * X_TILE / 16; i += THREADS)
@@ -132,6 +107,29 @@ template <int KIND, class P> DEVICE void wide_block(const P& p, int s, int first
   await_dependencies();
   if (threadIdx.x == 0) start_copies(0);
   load_x_scales(0);
+
+  // What waits for the weights, which may come late: a block alone on its multiprocessor starts when the one before ends.
+  u32 a[PER][REGISTERS];
+#pragma unroll
+  for (int g = 0; g < PER; ++g) {
+    uint4 words = units[g].first;
+    if constexpr (KIND == FP8) {
+      a[g][0] = words.x, a[g][1] = words.y, a[g][2] = words.z, a[g][3] = words.w;
+    } else {
+      Operand w;
+      if (KIND == FP8_AT_BF16)
+        units[g].first =
+            make_uint4(columns_of_16(words.x), columns_of_16(words.y), columns_of_16(words.z), columns_of_16(words.w));
+      decode_unit<KIND>(w, units[g], KIND == BF16 ? 1.0f : shuffle(scale[g / 32], g % 32));
+#pragma unroll
+      for (int i = 0; i < REGISTERS; ++i) a[g][i] = w.a[i];
+    }
+  }
+  if constexpr (KIND == FP8) {  // read by the same warp, behind a barrier
+#pragma unroll
+    for (int i = 0; i < (PER + 31) / 32; ++i)
+      if (i * 32 + lane < PER) w_scales[i * 32 + lane] = scale[i];
+  }
 
 #pragma unroll 1
   for (int pass = 0; pass < PASSES; ++pass) {
