@@ -6,6 +6,7 @@ slow tests.
 
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
 
 import pytest
@@ -280,6 +281,90 @@ def test_a_small_model_is_the_references(tmp_path):
     assert far(proposals[0].confidence, proposals[1].confidence) < ROUNDINGS
     with pytest.raises(TypeError, match="PackedState"):
         mine.forward(State(config, **pages), Rows.of([], DEVICE))
+
+
+class Ranks:
+    """Ranks as threads that take turns: one runs until it meets the others in a collective."""
+
+    def __init__(self, world: int) -> None:
+        self.baton, self.meeting = threading.Lock(), threading.Barrier(world, timeout=300)
+        self.world, self.parts = world, {}
+
+    def run(self, work) -> list:
+        """What `work` (a rank, its peers) returns on every rank."""
+        results, errors = [None] * self.world, []
+
+        def thread(rank: int) -> None:
+            with self.baton:
+                try:
+                    results[rank] = work(rank, _Rank(self, rank))
+                except BaseException as error:
+                    errors.append(error)
+                    self.meeting.abort()
+
+        threads = [threading.Thread(target=thread, args=(rank,)) for rank in range(self.world)]
+        for each in threads:
+            each.start()
+        for each in threads:
+            each.join()
+        assert not errors, errors
+        return results
+
+
+class _Rank:
+    def __init__(self, ranks: Ranks, rank: int) -> None:
+        self.ranks, self.rank, self.met = ranks, rank, 0
+
+    def _all(self, part: torch.Tensor) -> list[torch.Tensor]:
+        self.met += 1
+        self.ranks.parts[self.met, self.rank] = part
+        self.ranks.baton.release()
+        try:
+            self.ranks.meeting.wait()
+        finally:
+            self.ranks.baton.acquire()
+        return [self.ranks.parts[self.met, rank] for rank in range(self.ranks.world)]
+
+    def sum(self, partial: torch.Tensor) -> torch.Tensor:
+        first, *others = self._all(partial)
+        return sum(others, start=first)
+
+    def gather(self, part: torch.Tensor) -> torch.Tensor:
+        return torch.cat(self._all(part), dim=-1)
+
+
+def test_two_ranks_are_one(tmp_path):
+    random_checkpoint(small_config(**SMALL), tmp_path / "model")
+    checkpoint = Checkpoint.open(tmp_path / "model")
+    config, ids = checkpoint.config, torch.arange(checkpoint.config.vocab_size)
+    part = [(0, 0, list(range(5, 10)))]
+
+    def state(kind: type[State], device: torch.device) -> State:
+        made = kind(config, rows_per_request=8, page_tokens=4, max_model_len=16, device=device)
+        made.reserve(made.acquire(), 12)
+        return made
+
+    def propose(draft, kept: State, device: torch.device):
+        places = (torch.tensor([value], device=device) for value in (0, 4, 7))
+        return draft.propose(kept, *places, lambda place, _: torch.tensor([place + 3], device=device))
+
+    def rank(number: int, peers: _Rank) -> tuple[torch.Tensor, ...]:
+        packed = weights.read(config, weights.CheckpointSource(checkpoint, number, 2, DEVICE), number, 2)
+        model, kept = PortableModel(packed, ids, peers), state(PackedState, DEVICE)
+        output, draft = model.forward(kept, Rows.of(part, DEVICE)), PortableDraft(model)
+        draft.observe(kept, Rows.of(part, DEVICE), output.taps)
+        return output.hidden, model.logits(output.hidden), propose(draft, kept, DEVICE).logits
+
+    found = Ranks(2).run(rank)
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)
+    reader = CheckpointReader(checkpoint, "cpu")
+    model, kept = Model(config, reader, ids), state(State, torch.device("cpu"))
+    output, draft = model.forward(kept, Rows.of(part)), Draft(model, reader)
+    draft.observe(kept, Rows.of(part), output.taps)
+    wanted = output.hidden, model.logits(output.hidden), propose(draft, kept, torch.device("cpu")).logits
+    for one, other in zip(found[0], wanted, strict=True):
+        assert far(one, other) < ROUNDINGS
 
 
 # -- rings and pages, without a model ---------------------------------------------------------------------------------

@@ -69,7 +69,7 @@ def read_packed(
 
 
 def reads(engram: Placement, device: torch.device) -> bool:
-    """Whether the portable kernels on `device` can address a table placed so: Triton asks the driver of each."""
+    """Whether kernels on `device` can address a table that is placed so: Triton takes what the driver knows alone."""
     return engram != "mapped" or device.type == "cpu"
 
 

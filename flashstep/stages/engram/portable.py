@@ -214,7 +214,7 @@ KERNELS = [
         | dict.fromkeys(("multipliers", "primes", "offsets", "numbers"), "*i64")
         | dict.fromkeys(("table", "table_scales", "codes", "scales"), "*u8")
         | dict.fromkeys(("pad", "ring", "rows", "columns"), "i32"),
-        {"HEADS": 4, "DIM": 256, "LONGEST": 4, "ROWS": _ROWS},
+        {"HEADS": 2, "DIM": 256, "LONGEST": 4, "ROWS": _ROWS},
     ),
     Build(
         _inject,
