@@ -499,8 +499,10 @@ def _few_build(shape: Shape, tuning: Tuning, wgmma: bool, emulated: bool) -> _Bu
     down_pieces = _pieces(shape.inner, 3)
     slot = _aligned(max(_unit_bytes(shape.hidden, tuning.pieces), _unit_bytes(shape.inner, down_pieces)))
     h_slot = _aligned(9 * _unit_columns(shape.inner, down_pieces))
-    barriers = 20 * tuning.stages + 32
-    fixed = _aligned(barriers + 16 + shape.experts // 8 + 64 * 4 * (3 + 8) + 256 + 2 * 288 + 8 * 68 * 4 + 96)
+    barriers = 20 * tuning.stages + 48
+    fixed = _aligned(
+        barriers + 16 + shape.experts // 8 + 4 * shape.experts + 64 * 4 * (3 + 8) + 256 + 2 * 288 + 8 * 68 * 4 + 96
+    )
     fixed += tuning.warpgroups * 2048 + _aligned(max(9 * shape.hidden, tuning.stages * h_slot))
     constants = _constants(shape, tuning, 128 + 64, wgmma, emulated) | {
         "PIECE": routed_piece(shape.hidden),

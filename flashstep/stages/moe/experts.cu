@@ -43,9 +43,10 @@ constexpr int CHOICES = 8 * TOP_K, WORDS = (EXPERTS + 31) / 32;
 
 struct Shared {
   u64 full[STAGES], empty[STAGES];
-  u64 sums_full, sums_empty, x_full, chosen_all, routed;
+  u64 sums_full, sums_empty, x_full, bias_full, chosen_all, routed;
   int unit[STAGES];  // that a stage holds or waits for
   alignas(16) u32 named[(WORDS + 3) / 4 * 4];  // a bit for each expert that a row chose
+  float bias[EXPERTS];
   int pairs;
   int chosen[64];  // row * TOP_K + place, -1: none
   float chosen_weights[64];
@@ -529,18 +530,27 @@ KERNEL(experts, Experts, THREADS, 1) {
     barrier_init(&s.sums_full, WARPGROUPS * 4);
     barrier_init(&s.sums_empty, 4);
     barrier_init(&s.x_full, 1);
+    barrier_init(&s.bias_full, FINISHERS / 32);
     barrier_init(&s.chosen_all, 8);
     barrier_init(&s.routed, 1);
     barrier_init_fence();
   }
   sync_block();
   if (tid < CONSUMERS) {
-    float bias[PER_LANE];
-    load_lane(bias, p.bias, lane);
     wait_for_dependencies();
     if (tid == 0) launch_dependents();
     for (int row = warp; row < 8; row += WARPGROUPS * 4) {
-      route_row(p.scores, row, row < p.rows ? p.row_slot : nullptr, bias, s.chosen, s.chosen_weights);
+      float score[PER_LANE], bias[PER_LANE];
+      bool active = false;
+      if (row < p.rows) {
+        load_lane(score, p.scores + row * EXPERTS, lane);
+        active = load_l2(p.row_slot + row) >= 0;
+      }
+      barrier_wait(&s.bias_full, 0);
+#pragma unroll
+      for (int i = 0; i < PER_LANE; i++)
+        bias[i] = lane * PER_LANE + i < EXPERTS ? s.bias[lane * PER_LANE + i] : 0.0f;
+      route_row(score, bias, active, row, s.chosen, s.chosen_weights);
       sync_warp();
       if (lane == 0) barrier_arrive(&s.chosen_all);
     }
@@ -554,6 +564,10 @@ KERNEL(experts, Experts, THREADS, 1) {
     barrier_wait(&s.x_full, 0);
     Multiplier{s, warp >> 2, warp & 3, lane}.run();
   } else if (tid < CONSUMERS + FINISHERS) {
+    // Once a block: every warp of every block asking for these few lines took 3 us, and the wait behind it as long.
+    for (int i = tid - CONSUMERS; i < EXPERTS; i += FINISHERS) s.bias[i] = load_l2(p.bias + i);
+    sync_warp();
+    if (lane == 0) barrier_arrive(&s.bias_full);
     wait_for_dependencies();
     Finisher finisher{p, s, tid - CONSUMERS, warp & 3, lane};
     finisher.list_experts();

@@ -12,7 +12,10 @@ KERNEL(route, Route, 256, 1) {
   float bias[PER_LANE];
   load_lane(bias, p.bias, lane);
   wait_for_dependencies();
-  if (row < p.rows) route_row(p.scores, row, p.row_slot, bias, p.chosen, p.chosen_weights);
+  if (row >= p.rows) return;
+  float score[PER_LANE];
+  load_lane(score, p.scores + row * EXPERTS, lane);
+  route_row(score, bias, load_l2(p.row_slot + row) >= 0, row, p.chosen, p.chosen_weights);
 }
 
 struct Shared {

@@ -20,18 +20,13 @@ DEVICE void load_lane(float (&values)[PER_LANE], const float* row, int lane) {
   }
 }
 
-// A warp chooses for `row` of `scores` [rows][EXPERTS]: places row * TOP_K .. of `experts` and `weights`. An inactive row
-// (its slot is below 0; null: there is no such row) chooses -1 with weight 0.
-DEVICE void route_row(const float* scores, int row, const i32* row_slot, const float (&bias)[PER_LANE], int* experts,
+// A warp chooses for `row`, whose scores and biases its lanes hold: places row * TOP_K .. of `experts` and `weights`. An
+// inactive row chooses -1 with weight 0.
+DEVICE void route_row(const float (&score)[PER_LANE], const float (&bias)[PER_LANE], bool active, int row, int* experts,
                       float* weights) {
   int lane = lane_id();
-  float score[PER_LANE], sum = 0.0f, chosen = 0.0f;
+  float sum = 0.0f, chosen = 0.0f;
   u32 key[PER_LANE];  // orders as the biased score does; 0 is below every expert's
-  bool active = false;
-  if (row_slot) {
-    load_lane(score, scores + row * EXPERTS, lane);
-    active = load_l2(row_slot + row) >= 0;
-  }
   if (!active) {
     if (lane < TOP_K) experts[row * TOP_K + lane] = -1, weights[row * TOP_K + lane] = 0.0f;
     return;
