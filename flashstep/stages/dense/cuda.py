@@ -753,7 +753,7 @@ def _product_shared(segments: Sequence[Segment], columns: int, shape: Shape, pro
             over = max(over, shape.warps * (units - min(units, held)) * 1024)
             if prologue != _NO_PROLOGUE:
                 activations = max(activations, part * (256 + 8))
-    norm = columns * 4 if prologue == _NORM_QUANTIZE else 0
+    norm = columns * 4 + 256 if prologue == _NORM_QUANTIZE else 0  # weights, sums of squares
     return sums + mail + norm + 32 + -(-activations // 16) * 16 + over
 
 

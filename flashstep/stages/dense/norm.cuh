@@ -2,15 +2,16 @@
 #pragma once
 #include "common.cuh"
 
-// A warp and 8 rows, of which `rows` are there, the others zeros: COUNT groups of 32 columns of each, the first at `x` and `norm`, the
-// next STEP groups on, as far as `count` are there. A lane has 8 columns of row lane % 8, so that a store of the warp
-// fills whole fragments. NORM: behind an RMS norm with weights `norm` (float32, at the first group), whose sums of
-// squares come with the rows: `squares` [rows][SQUARES], one of every group of ALL. That makes one trip to L2 of it
-// all, and every warp its own master. `store(i, row, quarter, codes, scale)` gets 8 columns of the i-th group; the
-// scale's code is to be written for quarter 0.
+// A warp and 8 rows, of which `rows` are there, the others zeros: COUNT groups of 32 columns of each, the first at `x`
+// and `norm`, the next STEP groups on, as far as `count` are there. A lane has 8 columns of row lane % 8, so that a store
+// of the warp fills whole fragments. NORM: behind an RMS norm with weights `norm` (float32, at the first group), whose
+// sums of squares come with the rows, which makes one trip to L2 of it all: `squares` [rows][SQUARES], one of every group
+// of ALL. The STEP warps of a block share them out and meet over `totals` [STEP][8] in shared memory: if every warp of
+// every block asked for these few lines, they alone would take 2 us. STEP 1: a warp reads all.
+// `store(i, row, quarter, codes, scale)` gets 8 columns of the i-th group; the scale's code is to be written for quarter 0.
 template <bool NORM, int COUNT, int STEP, int ALL, int SQUARES, class Store>
 DEVICE void quantize_rows(const bf16* x, int stride, int count, int rows, const float* squares, float eps,
-                          const float* norm, Store store) {
+                          const float* norm, float* totals, Store store) {
   int row = lane_id() & 7, quarter = lane_id() >> 3;
   uint4 raw[COUNT];
   const uint4* from = (const uint4*)(x + (i64)row * stride) + quarter;
@@ -19,18 +20,19 @@ DEVICE void quantize_rows(const bf16* x, int stride, int count, int rows, const 
     raw[i] = row < rows && i < count ? load_l2(from + i * STEP * 4) : make_uint4(0, 0, 0, 0);
   float inverse_rms = 1.0f;
   if constexpr (NORM) {
-    constexpr int QUADS = (ALL + 3) / 4;  // four sums each
-    float4 parts[(QUADS + 3) / 4];
+    constexpr int QUADS = (ALL + 3) / 4, READS = (QUADS + 4 * STEP - 1) / (4 * STEP);  // four sums each
+    const int part = STEP > 1 ? warp_id() : 0;
+    float4 parts[READS];
     float total = 0.0f;
 #pragma unroll
-    for (int i = 0; i < (QUADS + 3) / 4; ++i) {
-      int quad = i * 4 + quarter;
+    for (int i = 0; i < READS; ++i) {
+      int quad = (i * STEP + part) * 4 + quarter;
       parts[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
       if (row < rows && quad < QUADS) parts[i] = load_l2((const float4*)(squares + row * SQUARES) + quad);
     }
 #pragma unroll
-    for (int i = 0; i < (QUADS + 3) / 4; ++i) {
-      int first = (i * 4 + quarter) * 4;
+    for (int i = 0; i < READS; ++i) {
+      int first = ((i * STEP + part) * 4 + quarter) * 4;
       float4 v = parts[i];
       if (ALL % 4 != 0) {  // what fills up the last four is nobody's
         v.y = first + 1 < ALL ? v.y : 0.0f;
@@ -41,6 +43,13 @@ DEVICE void quantize_rows(const bf16* x, int stride, int count, int rows, const 
     }
     total += shuffle_xor(total, 8);
     total += shuffle_xor(total, 16);
+    if constexpr (STEP > 1) {
+      if (quarter == 0) totals[part * 8 + row] = total;
+      sync_block();
+      total = 0.0f;
+#pragma unroll
+      for (int w = 0; w < STEP && w * 4 < QUADS; ++w) total += totals[w * 8 + row];
+    }
     inverse_rms = rsqrtf(total * (1.0f / (32 * ALL)) + eps);
   }
   // In steps of all groups: no group waits for another's stores.

@@ -127,7 +127,8 @@ template <class F> DEVICE constexpr int most(F f) {
 constexpr int SUMS_AT = 0;
 constexpr int MAIL_AT = SUMS_AT + most(sums_bytes);
 constexpr int NORM_AT = MAIL_AT + most(mail_bytes);  // norm weights
-constexpr int INBOX_AT = NORM_AT + (PROLOGUE == NORM_QUANTIZE ? COLUMNS * 4 : 0);
+constexpr int TOTALS_AT = NORM_AT + (PROLOGUE == NORM_QUANTIZE ? COLUMNS * 4 : 0);  // of squares [8 warps][8 rows]
+constexpr int INBOX_AT = TOTALS_AT + (PROLOGUE == NORM_QUANTIZE ? 256 : 0);
 constexpr int X_AT = INBOX_AT + 32;
 constexpr int OVER_AT = X_AT + (most(x_bytes) + 15) / 16 * 16;
 // (Constants meant for a machine with wgmma are compiled for all.)
@@ -215,7 +216,7 @@ template <class P, class Store> DEVICE void quantize_input(const P& p, const voi
   int warp = warp_id(), count = GROUPS % 8 == 0 ? GROUPS / 8 : (GROUPS + 7 - warp) / 8;  // no branches where all are
   quantize_rows<PROLOGUE == NORM_QUANTIZE, (GROUPS + 7) / 8, 8, GROUPS, X_SQUARES>(
       (const bf16*)x + warp * 32, X_STRIDE, count, p.rows, p.x_squares, EPS,
-      (const float*)(shared + NORM_AT) + warp * 32,
+      (const float*)(shared + NORM_AT) + warp * 32, (float*)(shared + TOTALS_AT),
       [&](int i, int row, int quarter, uint2 words, u32 code) { store(i * 8 + warp, row, quarter, words, code); });
 }
 

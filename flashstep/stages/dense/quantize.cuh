@@ -25,5 +25,5 @@ template <class P> DEVICE void quantize_block(const P& p, int block, u8* shared)
   if (first + warp >= GROUPS) return;
   quantize_rows<NORM, 1, 1, GROUPS, SQUARES>(p.x + (i64)tile * 8 * X_STRIDE + (first + warp) * 32, X_STRIDE, 1,
                                              p.rows - tile * 8, p.squares + tile * 8 * SQUARES, EPS, norm + warp * 32,
-                                             store);
+                                             nullptr, store);
 }

@@ -324,9 +324,10 @@ struct Finisher {
   METHOD void list_experts() {
     for (int i = thread; i < 64 * 8; i += FINISHERS) (&s.weights[0][0])[i] = 0.0f;
     if (thread < WORDS) s.named[thread] = 0;
+    int row = thread / TOP_K, slot = thread < CHOICES && row < p.rows ? load_l2(p.row_slot + row) : -1;
     sync();
     barrier_wait(&s.chosen_all, 0);
-    int expert = thread < CHOICES ? s.chosen[thread] : -1;
+    int expert = slot >= 0 ? s.chosen[thread] : -1;  // an inactive row chooses none
     if (expert >= 0) or_atomic(&s.named[expert / 32], 1u << (expert % 32));
     sync();
     if (thread == 0 || expert >= 0) {
@@ -340,7 +341,7 @@ struct Finisher {
       }
       if (expert >= 0) {
         s.experts[before] = expert;
-        s.weights[before][thread / TOP_K] = s.chosen_weights[thread];
+        s.weights[before][row] = s.chosen_weights[thread];
       }
       if (thread == 0) s.pairs = all;
     }
@@ -541,16 +542,12 @@ KERNEL(experts, Experts, THREADS, 1) {
     if (tid == 0) launch_dependents();
     for (int row = warp; row < 8; row += WARPGROUPS * 4) {
       float score[PER_LANE], bias[PER_LANE];
-      bool active = false;
-      if (row < p.rows) {
-        load_lane(score, p.scores + row * EXPERTS, lane);
-        active = load_l2(p.row_slot + row) >= 0;
-      }
+      if (row < p.rows) load_lane(score, p.scores + row * EXPERTS, lane);
       barrier_wait(&s.bias_full, 0);
 #pragma unroll
       for (int i = 0; i < PER_LANE; i++)
         bias[i] = lane * PER_LANE + i < EXPERTS ? s.bias[lane * PER_LANE + i] : 0.0f;
-      route_row(score, bias, active, row, s.chosen, s.chosen_weights);
+      route_row(score, bias, row < p.rows, row, s.chosen, s.chosen_weights);
       sync_warp();
       if (lane == 0) barrier_arrive(&s.chosen_all);
     }
