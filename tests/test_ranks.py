@@ -337,12 +337,22 @@ def process(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], list[psuti
     command = [*COMMAND, *arguments, "--tensor-parallel-size", "2", "--threads", "1"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as leader:
         try:
-            wait_until(lambda: psutil.Process(leader.pid).children(), "the other rank is started", 30)
-            others = psutil.Process(leader.pid).children()
+            wait_until(lambda: ranks_below(leader.pid), "the other rank is started", 30)
+            others = ranks_below(leader.pid)
             assert len(others) == 1
             yield leader, others
         finally:
             leader.kill()
+
+
+def ranks_below(pid: int) -> list[psutil.Process]:
+    """Processes of other ranks; a leader may have children for a moment that are none."""
+    found = []
+    for child in psutil.Process(pid).children():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if "flashstep.ranks.worker" in child.cmdline():
+                found.append(child)
+    return found
 
 
 def ended(processes: Sequence[psutil.Process]) -> bool:
